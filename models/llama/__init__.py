@@ -1,0 +1,1 @@
+"""The Llama family: configuration, rotary positions, forward pass. Importing this package does not import torch."""

@@ -1,0 +1,118 @@
+"""The engine's settings: frozen, checked where they are born, and the source of the command line's flags (no torch)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.errors import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+# Settings of the compressed tiers and of quantised weights, which this version does not have: refused, never ignored.
+_NOT_YET = (
+    "quantization", "kv_budget", "recall", "cold_format", "host_cache_size", "flash_cache_dir", "flash_cache_size",
+    "preset", "profile", "scorer",
+)  # fmt: skip
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "64MiB", "8GB", "1.5g" or a plain number. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", str(text).lower())
+    if match is None:
+        raise ConfigError(f"a size is a number with a unit, as 64MiB or 8GB; got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_json_object(text: str) -> dict[str, Any]:
+    """A JSON object given on the command line. Raises ConfigError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f'a JSON object is wanted, as {{"rope_type": "linear", "factor": 2}}; got {text!r:.200}')
+    return value
+
+
+def flag(default: Any, help: str, *names: str, parse: Callable[[str], Any] = str, metavar: str | None = None) -> Any:
+    """A dataclass field that is also a command-line flag; `names` are its spellings beside --the-field-name."""
+    return field(default=default, metadata={"help": help, "names": names, "parse": parse, "metavar": metavar})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything that is decided before a model is loaded. Raises ConfigError naming the field, got and wanted."""
+
+    model: str
+    tokenizer: str | None = flag(None, "tokenizer file or directory (default: the model's)", metavar="PATH")
+    skip_tokenizer_init: bool = False
+    dtype: str = flag("auto", "auto, float32, bfloat16 or float16: of weights and KV cache (default: %(default)s)")
+    device: str = flag("auto", "auto, cpu or cuda (default: %(default)s)")
+    backend: str = flag("auto", "auto, torch or triton: who computes; auto is triton on a GPU, torch on a CPU")
+    max_model_len: int | None = flag(
+        None, "tokens of prompt and answer together (default: the model's context)", "-c", "--ctx-size", parse=int,
+        metavar="N",
+    )  # fmt: skip
+    rope_scaling: Mapping[str, Any] | None = flag(
+        None, "replace the model's RoPE scaling, as JSON in config.json's form", parse=parse_json_object, metavar="JSON"
+    )
+    kv_cache_memory: int | None = flag(
+        None,
+        "bytes of the KV cache, as 64MiB or 8GB (default: the model's context once, at most half the free memory)",
+        parse=parse_size,
+        metavar="SIZE",
+    )
+    page_size: int = flag(64, "tokens a cache page: 16, 32 or 64 (default: %(default)s)", parse=int, metavar="N")
+    max_num_batched_tokens: int = flag(
+        512, "tokens computed in one step, prompts in chunks (default: %(default)s)", parse=int, metavar="N"
+    )
+    max_num_seqs: int = flag(64, "requests computed together at most (default: %(default)s)", parse=int, metavar="N")
+    threads: int | None = flag(
+        None, "CPU threads (default: half of the hardware threads, which come two to a core)", parse=int, metavar="N"
+    )
+    seed: int = 0  # where a request has none of its own
+    enable_prefix_caching: bool = True
+    quantization: None = None
+    kv_budget: None = None
+    recall: None = None
+    cold_format: str = "auto"
+    host_cache_size: None = None
+    flash_cache_dir: None = None
+    flash_cache_size: None = None
+    preset: None = None
+    profile: str = "default"
+    scorer: None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model must be a name or a path, got {self.model!r}")
+        for name, allowed in (
+            ("dtype", ("auto", "float32", "bfloat16", "float16")),
+            ("backend", ("auto", "torch", "triton")),
+            ("page_size", (16, 32, 64)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {getattr(self, name)!r}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {self.device!r}")
+        for name, greatest in (
+            ("max_model_len", 1 << 27),
+            ("kv_cache_memory", 1 << 50),
+            ("max_num_batched_tokens", 1 << 20),
+            ("max_num_seqs", 1 << 16),
+            ("threads", 4096),
+        ):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not 1 <= value <= greatest):
+                raise ConfigError(f"{name} must be an integer from 1 to {greatest}, got {value!r}")
+        for name in _NOT_YET:
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default:
+                raise ConfigError(f"{name} {getattr(self, name)!r} is not available in this version: leave it {default!r}")
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, Mapping):
+            raise ConfigError(f"rope_scaling must be an object as in config.json, got {self.rope_scaling!r}")

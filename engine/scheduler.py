@@ -1,0 +1,127 @@
+"""Which tokens of which requests are computed next. First come, first served; deals in plain Python only.
+
+A request is admitted when the pool holds the most that it and all admitted ones can grow to, so that no admitted request
+ever runs out of pages. A step computes one token of each request that is generating, and fills what is left of the
+token budget with chunks of prompts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.request import RequestOutput, SamplingParams
+from engine.tokenizer import Detokenizer
+from memory.cache import CachedSequence, KVCache
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request in the engine.
+
+    tokens: prompt and answer.
+        [0, sequence.length)           in the cache
+        [sequence.length, len(tokens)) to be computed: a chunk of the prompt, or the newest token
+    """
+
+    id: int
+    params: SamplingParams
+    tokens: list[int]
+    num_prompt_tokens: int
+    max_tokens: int  # of the answer, as the context allows
+    eos_ids: frozenset[int]
+    generator: torch.Generator | None
+    detokenizer: Detokenizer | None
+    scores: list[torch.Tensor] | None = None  # where given, the prompt is scored and nothing is generated
+    sequence: CachedSequence = field(default_factory=CachedSequence)
+    text: str = ""
+    shown: int = 0  # characters of the text that cannot become part of a stop string
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: str | None = None
+    cache_report: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.tokens) - self.sequence.length
+
+    @property
+    def most_tokens(self) -> int:
+        """The cache length that this request can reach: its last token is never computed."""
+        return self.num_prompt_tokens + max(self.max_tokens - 1, 0)
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            prompt_token_ids=self.tokens[: self.num_prompt_tokens],
+            token_ids=self.tokens[self.num_prompt_tokens :],
+            text=self.text if self.finish_reason else self.text[: self.shown],
+            finish_reason=self.finish_reason,
+            logprobs=None if self.params.logprobs is None else list(self.logprobs),
+            num_cached_tokens=0,
+            cache_report=self.cache_report,
+            request_id=self.id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One step: `counts[i]` tokens of `requests[i]`; the first `num_decodes` requests compute one token each."""
+
+    requests: list[Request]
+    counts: list[int]
+    num_decodes: int
+
+
+class Scheduler:
+    """Holds the requests from their arrival to their end, and their pages."""
+
+    def __init__(self, cache: KVCache, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self.cache = cache
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def schedule(self) -> Schedule:
+        """The next step; empty when there is nothing to do."""
+        self._admit()
+        decodes = [request for request in self.running if request.num_pending == 1]
+        budget = max(self.max_num_batched_tokens - len(decodes), 0)
+        chunks: list[tuple[Request, int]] = []
+        for request in self.running:
+            count = min(request.num_pending, budget)
+            if request.num_pending > 1 and count:
+                chunks.append((request, count))
+                budget -= count
+        # A chunk of one token is attended as a decode, which must come first.
+        ones = decodes + [request for request, count in chunks if count == 1]
+        longer = [(request, count) for request, count in chunks if count > 1]
+        requests = ones + [request for request, _ in longer]
+        counts = [1] * len(ones) + [count for _, count in longer]
+        for request, count in zip(requests, counts, strict=True):
+            length = request.sequence.length + count
+            self.cache.reserve(request.sequence, length, room=request.most_tokens - length)
+        return Schedule(requests, counts, len(ones))
+
+    def _admit(self) -> None:
+        """Move waiting requests to the running ones while all can be served to their end."""
+        pages_for = self.cache.config.pages_for
+        promised = sum(pages_for(request.most_tokens) for request in self.running)
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            promised += pages_for(self.waiting[0].most_tokens)
+            if promised > self.cache.config.num_pages:
+                break
+            self.running.append(self.waiting.popleft())
+
+    def finish(self, request: Request, reason: str) -> None:
+        """End a request, running or waiting, and free its pages."""
+        request.finish_reason = reason
+        self.cache.free(request.sequence)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)

@@ -1,0 +1,5 @@
+"""Models: checkpoints on disk, and the Llama forward pass. Importing this package does not import torch."""
+
+from models.errors import ConfigError, ModelFormatError
+
+__all__ = ["ConfigError", "ModelFormatError"]

@@ -1,0 +1,231 @@
+"""config.json of a Llama checkpoint, checked before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from models.errors import ConfigError
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+DTYPES = ("float32", "bfloat16", "float16")
+
+# What each kind of RoPE scaling needs beside its type: key -> (least, greatest).
+_POSITIVE = (1e-6, 1e6)
+_ROPE_KEYS: dict[str, dict[str, tuple[float, float]]] = {
+    "linear": {"factor": (1.0, 4096.0)},
+    "dynamic": {"factor": (1.0, 4096.0)},
+    "yarn": {"factor": (1.0, 4096.0)},
+    "llama3": {"factor": (1.0, 4096.0), "low_freq_factor": _POSITIVE, "high_freq_factor": _POSITIVE},
+}
+_ROPE_OPTIONAL: dict[str, dict[str, tuple[float, float]]] = {
+    "yarn": {
+        "attention_factor": (1e-3, 1e3),
+        "beta_fast": _POSITIVE,
+        "beta_slow": _POSITIVE,
+        "mscale": (0.0, 1e3),
+        "mscale_all_dim": (0.0, 1e3),
+    }
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than the trained one.
+
+    `original_context` is the length (tokens) that the unscaled frequencies were trained for; `values` holds the numbers
+    that the kind needs, all checked.
+    """
+
+    kind: str  # linear | dynamic | yarn | llama3
+    original_context: int
+    values: Mapping[str, float]
+    truncate: bool = True  # yarn: round the borders of the ramp to whole dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """Shape and constants of one checkpoint."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    sliding_window: int | None
+    dtype: str  # of the checkpoint: float32 | bfloat16 | float16
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that the model can attend over with its own RoPE scaling."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.kind == "llama3":  # llama3 configs state the stretched length
+            length = self.max_position_embeddings
+        else:
+            length = int(scaling.original_context * scaling.values["factor"])
+        return min(length, self.sliding_window or length)
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes that one token takes in an uncompressed cache whose elements have `itemsize` bytes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], rope_scaling: Mapping[str, Any] | None = None) -> LlamaConfig:
+        """Read config.json's keys, in the spellings of Transformers 4 and 5.
+
+        `rope_scaling` replaces the checkpoint's own. Raises ConfigError naming the key, what it holds and what is wanted.
+        """
+        _check_architecture(raw)
+        heads = _integer(raw, "num_attention_heads", 1, 1024)
+        hidden = _integer(raw, "hidden_size", 1, 1 << 20)
+        kv_heads = _integer(raw, "num_key_value_heads", 1, heads, default=heads)
+        if heads % kv_heads:
+            raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        if raw.get("head_dim") is None and hidden % heads:
+            raise ConfigError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; head_dim is missing")
+        head_dim = _integer(raw, "head_dim", 4, 1024, default=hidden // heads)
+        if head_dim % 2:
+            raise ConfigError(f"head_dim must be even to be rotated in pairs, got {head_dim}")
+        context = _integer(raw, "max_position_embeddings", 1, 1 << 27, default=2048)
+        theta, own_scaling = _rope(raw)
+        act = raw.get("hidden_act", "silu")
+        if act not in ("silu", "swish"):
+            raise ConfigError(f"hidden_act must be silu, got {act!r}")
+        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ConfigError(f"torch_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        # Llama checkpoints may carry the key; only Mistral's attention has a window.
+        window = raw.get("sliding_window") if "MistralForCausalLM" in _architectures(raw) else None
+        return cls(
+            vocab_size=_integer(raw, "vocab_size", 1, 1 << 24),
+            hidden_size=hidden,
+            intermediate_size=_integer(raw, "intermediate_size", 1, 1 << 22),
+            num_layers=_integer(raw, "num_hidden_layers", 1, 1024),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=context,
+            rms_norm_eps=_number(raw, "rms_norm_eps", 1e-12, 1.0, default=1e-6),
+            rope_theta=theta,
+            rope_scaling=_rope_scaling(own_scaling if rope_scaling is None else rope_scaling, context),
+            tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
+            attention_bias=_flag(raw, "attention_bias"),
+            mlp_bias=_flag(raw, "mlp_bias"),
+            sliding_window=None if window is None else _integer(raw, "sliding_window", 1, 1 << 27),
+            dtype=dtype,
+            bos_token_id=None if raw.get("bos_token_id") is None else _integer(raw, "bos_token_id", 0, 1 << 24),
+            eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
+        )
+
+
+def token_ids(value: Any, key: str) -> tuple[int, ...]:
+    """A token id, a list of them, or null, as a tuple. Raises ConfigError."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(i) is int and 0 <= i < 1 << 24 for i in ids):
+        raise ConfigError(f"{key} must be a token id or a list of token ids, got {value!r}")
+    return tuple(ids)
+
+
+def _architectures(raw: Mapping[str, Any]) -> list[Any]:
+    names = raw.get("architectures")
+    if names is None:  # early conversions have only a model_type
+        names = [{"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}.get(str(raw.get("model_type")))]
+    return names if isinstance(names, list) else []
+
+
+def _check_architecture(raw: Mapping[str, Any]) -> None:
+    names = _architectures(raw)
+    if not (names and names[0] in ARCHITECTURES):
+        got = raw.get("architectures") or raw.get("model_type")
+        raise ConfigError(f"architecture {got!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    if raw.get("quantization_config") is not None:
+        method = raw["quantization_config"]
+        method = method.get("quant_method", method) if isinstance(method, dict) else method
+        raise ConfigError(
+            f"quantization_config {method!r} is not supported; use the model's float16 or bfloat16 checkpoint"
+        )
+
+
+def _integer(raw: Mapping[str, Any], key: str, least: int, greatest: int, default: int | None = None) -> int:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    if type(value) is not int or not least <= value <= greatest:
+        raise ConfigError(f"{key} must be an integer from {least} to {greatest}, got {value!r}")
+    return value
+
+
+def _number(raw: Mapping[str, Any], key: str, least: float, greatest: float, default: float | None = None) -> float:
+    value = raw.get(key)
+    if value is None:
+        value = default
+    # Written as "accept only if", so that NaN is refused.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= greatest:
+        raise ConfigError(f"{key} must be a number from {least:g} to {greatest:g}, got {value!r}")
+    return float(value)
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value not in (None, True, False):
+        raise ConfigError(f"{key} must be true or false, got {value!r}")
+    return bool(value)
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
+    """(rope_theta, raw scaling): Transformers 4 keeps both at the top level, 5 in `rope_parameters`."""
+    parameters = raw.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        raise ConfigError(f"rope_parameters must be an object, got {parameters!r}")
+    if "rope_theta" in parameters and raw.get("rope_theta") not in (None, parameters["rope_theta"]):
+        raise ConfigError(
+            f"rope_theta is {raw['rope_theta']!r} at the top level and {parameters['rope_theta']!r} in rope_parameters"
+        )
+    theta = _number({**raw, **parameters}, "rope_theta", 1.0, 1e12, default=10000.0)
+    scaling = raw.get("rope_scaling")
+    if scaling is None and parameters:
+        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    return theta, scaling or None
+
+
+def _rope_scaling(raw: Mapping[str, Any] | None, context: int) -> RopeScaling | None:
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"rope_scaling must be an object, got {raw!r}")
+    kind = raw.get("rope_type", raw.get("type", "default"))
+    if "rope_type" in raw and "type" in raw and raw["rope_type"] != raw["type"]:
+        raise ConfigError(f"rope_scaling has type {raw['type']!r} and rope_type {raw['rope_type']!r}")
+    if kind == "default":
+        return None
+    if kind not in _ROPE_KEYS:
+        raise ConfigError(f"rope_scaling type must be one of {', '.join(_ROPE_KEYS)}, got {kind!r}")
+    values = {key: _number(raw, key, low, high) for key, (low, high) in _ROPE_KEYS[kind].items()}
+    for key, (low, high) in _ROPE_OPTIONAL.get(kind, {}).items():
+        if raw.get(key) is not None:
+            values[key] = _number(raw, key, low, high)
+    original = context  # dynamic and linear scaling know no other
+    if kind in ("yarn", "llama3"):
+        default = context if kind == "yarn" else None
+        original = _integer(raw, "original_max_position_embeddings", 1, 1 << 27, default=default)
+    if kind == "llama3" and not values["low_freq_factor"] < values["high_freq_factor"]:
+        raise ConfigError(
+            f"rope_scaling needs low_freq_factor < high_freq_factor, "
+            f"got {values['low_freq_factor']:g} and {values['high_freq_factor']:g}"
+        )
+    if kind == "yarn" and not math.isfinite(original * values["factor"]):
+        raise ConfigError(f"rope_scaling factor {values['factor']:g} is too large")
+    return RopeScaling(kind, original, values, truncate=raw.get("truncate") is not False)
