@@ -113,6 +113,8 @@ class EngineConfig:
         for name in _NOT_YET:
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default:
-                raise ConfigError(f"{name} {getattr(self, name)!r} is not available in this version: leave it {default!r}")
+                raise ConfigError(
+                    f"{name} {getattr(self, name)!r} is not available in this version: leave it {default!r}"
+                )
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, Mapping):
             raise ConfigError(f"rope_scaling must be an object as in config.json, got {self.rope_scaling!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +65,10 @@ class LLM:
         params = params or SamplingParams()
         ids = self._add_all(prompts, params)
         done: dict[int, RequestOutput] = {}
-        with self._abort_on_error(ids), tqdm(total=len(ids), desc="Generating", disable=None if use_tqdm else True) as bar:
+        with (
+            self._abort_on_error(ids),
+            tqdm(total=len(ids), desc="Generating", disable=None if use_tqdm else True) as bar,
+        ):
             while len(done) < len(ids):
                 for output in self.step():
                     if output.finish_reason and output.request_id in ids:
@@ -73,7 +76,7 @@ class LLM:
                         bar.update()
         return [done[i] for i in ids]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """One answer as it grows; each output has the whole text so far, the last one a finish_reason."""
         params = params or SamplingParams()
         if params.n != 1:
@@ -117,11 +120,8 @@ class LLM:
         if not schedule.requests:
             return []
         logits = self._runner.forward(schedule)
-        return [
-            self._commit(request, row)
-            for request, row in zip(schedule.requests, logits, strict=True)
-            if not request.num_pending
-        ]
+        ready = [request for request in schedule.requests if not request.num_pending]
+        return [self._commit(request, row) for request, row in zip(ready, logits, strict=True)]
 
     def abort(self, request_id: int) -> None:
         """End a request and free its pages; unknown and ended ones are left alone."""
@@ -207,7 +207,9 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError("a text prompt needs the tokenizer; skip_tokenizer_init is set: give token ids")
             return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, list) or not all(type(i) is int and 0 <= i < self._model.config.vocab_size for i in prompt):
+        if not isinstance(prompt, list) or not all(
+            type(i) is int and 0 <= i < self._model.config.vocab_size for i in prompt
+        ):
             raise RequestError(f"token ids must be integers from 0 to {self._model.config.vocab_size - 1}")
         return list(prompt)
 
@@ -220,7 +222,7 @@ class LLM:
             raise RequestError(
                 f"the prompt has {length} tokens, max_model_len is {self.max_model_len}"
                 + ("" if scores is not None else " with at least one for the answer")
-                + "; it is never cut: shorten it, or raise --max-model-len with a model or --rope-scaling that allows it"
+                + "; it is never cut: shorten it, or raise --max-model-len as far as the model allows"
             )
         request_id = next(self._ids)
         generator = None

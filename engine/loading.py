@@ -77,7 +77,7 @@ def load(config: EngineConfig, progress: bool) -> Engine:
 
     def bar(names: Iterable[str]) -> Iterable[str]:
         # disable=None: only on a terminal
-        return tqdm(names, desc="Loading", unit="tensor", leave=False, disable=None if progress else True)
+        yield from tqdm(names, desc="Loading", unit="tensor", leave=False, disable=None if progress else True)
 
     ops = kernels.load(_backend(config.backend, device))
     weights = LlamaWeights(model_config)

@@ -17,17 +17,23 @@ MAX_STOP_LENGTH = 256
 class SamplingParams:
     """How an answer is chosen. temperature 0 is greedy; the filters apply in the order of the fields.
 
-    logprobs: for every token of the answer, the log-probabilities (natural, of the unfiltered distribution) of this many
-    most likely tokens and of the chosen one. n: answers per prompt, each with its own randomness.
+    logprobs: for every token of the answer, the log-probabilities (natural, of the unfiltered distribution) of this
+    many most likely tokens and of the chosen one. n: answers per prompt, each with its own randomness.
     Raises RequestError naming the parameter, got and wanted.
     """
 
-    max_tokens: int = flag(128, "tokens to generate at most (default: %(default)s)", "-n", "--max-new-tokens", parse=int)
+    max_tokens: int = flag(
+        128, "tokens to generate at most (default: %(default)s)", "-n", "--max-new-tokens", parse=int
+    )
     temperature: float = flag(1.0, "0 is greedy (default: %(default)s)", "--temp", parse=float)
-    top_p: float = flag(1.0, "keep the most likely tokens up to this probability (default: 1, all)", parse=float)
+    top_p: float = flag(
+        1.0, "keep the most likely tokens up to this probability (default: %(default)s, all)", parse=float
+    )
     top_k: int = flag(0, "keep this many most likely tokens (default: 0, all)", parse=int)
     min_p: float = flag(0.0, "drop tokens below this share of the most likely one's probability", parse=float)
-    repetition_penalty: float = flag(1.0, "divide the logits of tokens seen (default: 1, off)", "--repeat-penalty", parse=float)
+    repetition_penalty: float = flag(
+        1.0, "divide the logits of tokens seen (default: 1, off)", "--repeat-penalty", parse=float
+    )
     stop: tuple[str, ...] = ()
     seed: int | None = flag(None, "makes sampling repeatable", "-s", parse=int)
     ignore_eos: bool = False

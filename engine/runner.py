@@ -69,7 +69,9 @@ class Runner:
         assert request.scores is not None
         start = request.sequence.length
         following = torch.tensor(request.tokens[start + 1 : start + count + 1], device=hidden.device)
-        for rows, targets in zip(hidden[: len(following)].split(_SCORE_ROWS), following.split(_SCORE_ROWS), strict=True):
+        for rows, targets in zip(
+            hidden[: len(following)].split(_SCORE_ROWS), following.split(_SCORE_ROWS), strict=True
+        ):
             logits = self.model.logits(rows)
             chosen = logits.gather(1, targets[:, None])[:, 0]
             request.scores.append((chosen - logits.logsumexp(-1)).cpu())

@@ -1,6 +1,6 @@
 """Which tokens of which requests are computed next. First come, first served; deals in plain Python only.
 
-A request is admitted when the pool holds the most that it and all admitted ones can grow to, so that no admitted request
+A request is admitted when the pool holds the most that it and all admitted ones can grow to, so that no admitted one
 ever runs out of pages. A step computes one token of each request that is generating, and fills what is left of the
 token budget with chunks of prompts.
 """

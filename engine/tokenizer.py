@@ -5,6 +5,8 @@ Text that looks like a control token ("</s>", "<|im_end|>") is encoded as text: 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,12 +17,19 @@ from models.loader import read_object
 INCOMPLETE = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
 
+# Llama 3's own tokenizer.model: lines of a base64 token and its rank.
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n")
+
+
 class Tokenizer(Protocol):
     """bos_id is None where the model begins without one."""
 
-    vocab_size: int
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, BOS first where the model wants one. Raises TokenizerError for lone surrogates."""
@@ -40,11 +49,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
             settings = read_object(directory / "tokenizer_config.json")
         except ModelFormatError as error:
             raise TokenizerError(str(error)) from None
-    for file, kind in ((path / "tokenizer.model", SentencePieceTokenizer), (path / "tokenizer.json", JsonTokenizer)):
-        if path.is_dir() and file.is_file():
+    kinds: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
+        ".model": SentencePieceTokenizer,
+        ".json": JsonTokenizer,
+    }
+    for suffix, kind in kinds.items():
+        file = path / f"tokenizer{suffix}" if path.is_dir() else path
+        if file.is_file() and file.suffix == suffix:
             return kind(file, settings)
-        if path.is_file() and path.suffix == file.suffix:
-            return kind(path, settings)
     raise TokenizerError(f"{path}: no tokenizer.model (sentencepiece) and no tokenizer.json found")
 
 
@@ -58,8 +70,8 @@ class SentencePieceTokenizer:
         try:
             self._model = SentencePieceProcessor(model_proto=data)
         except (RuntimeError, TypeError, ValueError) as error:
-            kind = "a tiktoken file, use tokenizer.json" if data[:64].split(b" ")[0].isascii() and b"= " in data[:64] else error
-            raise TokenizerError(f"{file}: not a sentencepiece model: {kind}") from None
+            reason = "it is a tiktoken file, use tokenizer.json" if _TIKTOKEN.match(data) else error
+            raise TokenizerError(f"{file}: not a sentencepiece model: {reason}") from None
         self.vocab_size: int = self._model.get_piece_size()
         if self.vocab_size < 1:
             raise TokenizerError(f"{file}: not a sentencepiece model: it has no pieces")
@@ -84,7 +96,7 @@ class JsonTokenizer:
         try:
             from tokenizers import Tokenizer as Tokenizers
         except ImportError:
-            raise TokenizerError(f"{file}: reading it needs the package tokenizers: pip install 'isotherm[hf]'") from None
+            raise TokenizerError(f"{file}: needs the package tokenizers: pip install 'isotherm[hf]'") from None
         try:
             self._model = Tokenizers.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises plain Exception
@@ -116,7 +128,7 @@ def _checked(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise TokenizerError(f"the text has a lone surrogate at character {error.start}, which no encoding has") from None
+        raise TokenizerError(f"the text has a lone surrogate at character {error.start}") from None
     return text
 
 

@@ -70,11 +70,13 @@ class Ops(Protocol):
 
         q [T, Hq, D], k and v [T, Hkv, D] (the last dimension contiguous; token and head strides free).
         cos_sin [T, D] float32: cos of the D/2 angles, then sin. The pairs are (i, i + D/2), the half-split order of
-        Hugging Face checkpoints (RoPE: arXiv 2104.09864). slots [T] int64. k_cache, v_cache [Hkv, frames, page_size, D].
+        Hugging Face checkpoints (RoPE: arXiv 2104.09864). slots [T] int64.
         """
         ...
 
-    def prefill_attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+    def prefill_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
         """Causal attention of the prefill chunks, the sequences [plan.num_decodes, B), over the page table.
 
         q [query tokens of those sequences, Hq, D], rotated; its K and V are in the cache already. -> the shape of q.

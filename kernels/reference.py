@@ -1,7 +1,7 @@
 """Every operation of `kernels.ops.Ops` in torch: the specification of the Triton kernels, and the CPU backend.
 
-Never imports triton. Runs on any device. Attention reads a sequence as its pieces (runs of consecutive slots) instead of
-gathering pages: on a CPU a gather costs twice the attention itself.
+Never imports triton. Runs on any device. Attention reads a sequence as its pieces (runs of consecutive slots) instead
+of gathering pages: on a CPU a gather costs as much again as the attention itself.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ def pack_linear(weight: Tensor) -> Tensor:
     matrix-vector product, with bit-identical results. Other weights as they are."""
     packable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     if packable and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        return packed
     return weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
     return F.linear(x, weight, bias)
 
 
@@ -43,7 +45,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate).mul_(up)
+    return F.silu(gate.float(), inplace=gate.dtype != torch.float32).mul_(up).to(gate.dtype)
 
 
 def rope_store(
@@ -58,7 +60,7 @@ def rope_store(
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, D] rotated in pairs (i, i + D/2), in float32."""
     low, high = x.float().chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    return torch.cat([torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)], dim=-1)
 
 
 def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:

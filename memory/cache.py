@@ -96,7 +96,7 @@ class KVCache:
         return self.config.num_pages * self.config.page_bytes + self._frame_table.nbytes
 
     def reserve(self, sequence: CachedSequence, length: int, room: int = 0) -> None:
-        """Give the sequence the pages for `length` tokens; `room`: further tokens expected, to be placed beside them.
+        """Give the sequence the pages for `length` tokens. room: further tokens expected, to be placed beside them.
 
         Raises OutOfPages, and changes nothing, if the pool is short.
         """
@@ -119,7 +119,7 @@ class KVCache:
             sequence.pages.append(page)
 
     def _place(self, starts: list[int], last: int | None, missing: int, room: int) -> None:
-        """Append the first units of `missing` frames: behind the sequence's last one, else in runs as long as can be."""
+        """Append the first units of `missing` frames: behind the sequence's last, else in runs as long as can be."""
         allocator, step = self._allocator, 1 << EXACT_ORDER
         while missing:
             if last is not None and allocator.extend(last + step, EXACT_ORDER):

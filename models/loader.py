@@ -1,8 +1,8 @@
 """Checkpoints in the Hugging Face layout: config.json beside model.safetensors, or shards listed by an index.
 
-The safetensors header (8-byte length, JSON, then the tensors' bytes; huggingface.co/docs/safetensors) is parsed here with
-bounds on everything, and the bytes are read with plain file reads: a memory map of a file that shrinks kills the process,
-and one that is overwritten changes weights in use. Nothing beside safetensors is read, and no code is imported.
+The safetensors header (8-byte length, JSON, then the tensors' bytes; huggingface.co/docs/safetensors) is parsed here
+with bounds on everything, and the bytes are read with plain file reads: a memory map of a file that shrinks kills the
+process, and one that is overwritten changes weights in use. No code from a model directory is ever imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +136,7 @@ def _unique_keys(path: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]
         result = dict(pairs)
         if len(result) < len(pairs):
             keys = [key for key, _ in pairs]
-            raise ModelFormatError(f"{path}: duplicate key {next(k for k in keys if keys.count(k) > 1)!r} in the header")
+            raise ModelFormatError(f"{path}: duplicate key {max(keys, key=keys.count)!r} in the header")
         return result
 
     return build
@@ -162,7 +162,7 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     return TensorInfo(path, dtype, tuple(shape), data_start + begin, nbytes)
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
 
 
@@ -198,13 +198,15 @@ def load_weights(
     """Fill a module built on the meta device; at no time more than the weights and one tensor are held.
 
     Tensors that the module has no place for are ignored where checkpoints are known to carry them (rotary tables, a
-    copy of a tied head). Raises ModelFormatError for missing or surplus tensors (all listed), and wrong shapes or dtypes.
+    copy of a tied head). Raises ModelFormatError for missing or surplus tensors (all listed), wrong shapes and dtypes.
     """
     wanted = {name: tuple(parameter.shape) for name, parameter in module.state_dict().items()}
     missing = sorted(wanted.keys() - tensors.keys())
     if missing:
-        tied = " (an untied model needs its own head: is tie_word_embeddings wrong?)" if "lm_head.weight" in missing else ""
-        raise ModelFormatError(f"{_place(tensors)}: tensors are missing: {_some(missing)}{tied}")
+        hint = (
+            "; an untied model needs its own head: is tie_word_embeddings wrong?" if "lm_head.weight" in missing else ""
+        )
+        raise ModelFormatError(f"{_place(tensors)}: tensors are missing: {_some(missing)}{hint}")
     surplus = sorted(name for name in tensors.keys() - wanted.keys() if not _known_surplus(name))
     if surplus:
         raise ModelFormatError(f"{_place(tensors)}: tensors that this model has no place for: {_some(surplus)}")
@@ -225,7 +227,7 @@ def read_tensor(info: TensorInfo) -> Tensor:
     with _opened(info.file) as file:
         before = os.fstat(file.fileno())
         file.seek(info.offset)
-        view = memoryview(data.numpy())
+        view = memoryview(data.numpy().data)
         done = 0
         while done < info.nbytes and (count := file.readinto(view[done:])):  # type: ignore[attr-defined]
             done += count

@@ -80,6 +80,6 @@ def _advice(name: str, repository: str) -> str:
     if name == "smollm2-135m":
         return "Get it: python -m tools.get_demo_model"
     if repository.count("/") != 1:
-        return "Give a directory with config.json and safetensors files, or get the demo model: python -m tools.get_demo_model"
+        return "Give a directory with config.json and safetensors files; a demo model: python -m tools.get_demo_model"
     gated = " (Llama 2 is gated: accept its licence on its page and log in first)" if "Llama-2" in repository else ""
     return f"Get it: huggingface-cli download {repository} --include '*.json' '*.safetensors' 'tokenizer*'{gated}"

@@ -86,7 +86,7 @@ class LlamaConfig:
     def from_dict(cls, raw: Mapping[str, Any], rope_scaling: Mapping[str, Any] | None = None) -> LlamaConfig:
         """Read config.json's keys, in the spellings of Transformers 4 and 5.
 
-        `rope_scaling` replaces the checkpoint's own. Raises ConfigError naming the key, what it holds and what is wanted.
+        `rope_scaling` replaces the checkpoint's own. Raises ConfigError naming the key, got and wanted.
         """
         _check_architecture(raw)
         heads = _integer(raw, "num_attention_heads", 1, 1024)
@@ -95,7 +95,9 @@ class LlamaConfig:
         if heads % kv_heads:
             raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         if raw.get("head_dim") is None and hidden % heads:
-            raise ConfigError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}; head_dim is missing")
+            raise ConfigError(
+                f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and head_dim is missing"
+            )
         head_dim = _integer(raw, "head_dim", 4, 1024, default=hidden // heads)
         if head_dim % 2:
             raise ConfigError(f"head_dim must be even to be rotated in pairs, got {head_dim}")

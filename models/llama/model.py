@@ -24,31 +24,53 @@ class LlamaWeights(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         with torch.device("meta"):
-            self.model = nn.Module()
-            self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.model.layers = nn.ModuleList(_layer(config) for _ in range(config.num_layers))
-            self.model.norm = nn.RMSNorm(config.hidden_size)
-            self.lm_head = None
+            self.model = _Body(config)
+            self.lm_head: nn.Module | None = None
             if not config.tie_word_embeddings:
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
 
-def _layer(config: LlamaConfig) -> nn.Module:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = nn.Module()
-    layer.input_layernorm = nn.RMSNorm(hidden)
-    layer.self_attn = nn.Module()
-    layer.self_attn.q_proj = nn.Linear(hidden, queries, bias=config.attention_bias)
-    layer.self_attn.k_proj = nn.Linear(hidden, keys, bias=config.attention_bias)
-    layer.self_attn.v_proj = nn.Linear(hidden, keys, bias=config.attention_bias)
-    layer.self_attn.o_proj = nn.Linear(queries, hidden, bias=config.attention_bias)
-    layer.post_attention_layernorm = nn.RMSNorm(hidden)
-    layer.mlp = nn.Module()
-    layer.mlp.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-    layer.mlp.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-    layer.mlp.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
-    return layer
+class _Body(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(_LayerWeights(config) for _ in range(config.num_layers))
+        self.norm = _NormWeights(config.hidden_size)
+
+
+class _NormWeights(nn.Module):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight: Tensor = nn.Parameter(torch.empty(hidden_size))
+
+
+class _LayerWeights(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = _NormWeights(config.hidden_size)
+        self.self_attn = _AttentionWeights(config)
+        self.post_attention_layernorm = _NormWeights(config.hidden_size)
+        self.mlp = _MLPWeights(config)
+
+
+class _AttentionWeights(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, bias = config.hidden_size, config.attention_bias
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden, queries, bias)
+        self.k_proj = nn.Linear(hidden, keys, bias)
+        self.v_proj = nn.Linear(hidden, keys, bias)
+        self.o_proj = nn.Linear(queries, hidden, bias)
+
+
+class _MLPWeights(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias)
+        self.up_proj = nn.Linear(hidden, inner, bias)
+        self.down_proj = nn.Linear(inner, hidden, bias)
 
 
 class _Linear:
@@ -72,12 +94,12 @@ class _Linear:
 class _Layer:
     """One decoder layer, its weights as the backend reads them fastest."""
 
-    def __init__(self, weights: nn.Module, ops: Ops) -> None:
+    def __init__(self, weights: _LayerWeights, ops: Ops) -> None:
         attention, mlp = weights.self_attn, weights.mlp
-        self.input_norm: Tensor = weights.input_layernorm.weight.detach()
+        self.input_norm = weights.input_layernorm.weight.detach()
         self.qkv = _Linear(ops, attention.q_proj, attention.k_proj, attention.v_proj)
         self.output = _Linear(ops, attention.o_proj)
-        self.post_attention_norm: Tensor = weights.post_attention_layernorm.weight.detach()
+        self.post_attention_norm = weights.post_attention_layernorm.weight.detach()
         self.gate_up = _Linear(ops, mlp.gate_proj, mlp.up_proj)
         self.down = _Linear(ops, mlp.down_proj)
 
@@ -95,11 +117,12 @@ class Llama:
         self.config = config
         self.ops = ops
         self.layers: list[_Layer] = []
-        for i in range(config.num_layers):
-            self.layers.append(_Layer(weights.model.layers[i], ops))
-            weights.model.layers[i] = nn.Module()
-        self.embedding: Tensor = weights.model.embed_tokens.weight.detach()
-        self.norm: Tensor = weights.model.norm.weight.detach()
+        for i, layer in enumerate(weights.model.layers):
+            assert isinstance(layer, _LayerWeights), "weights were consumed already"
+            self.layers.append(_Layer(layer, ops))
+            weights.model.layers[i] = nn.Identity()
+        self.embedding = weights.model.embed_tokens.weight.detach()
+        self.norm = weights.model.norm.weight.detach()
         self.head = _Linear(ops, weights.lm_head or weights.model.embed_tokens)
         self.rope = rope_table(config, max_positions, self.embedding.device)
 

@@ -1,0 +1,28 @@
+"""`isotherm <command>` and `python -m engine <command>`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from engine.cli import run
+
+COMMANDS = {"generate": "complete a prompt"}
+
+
+def dispatch(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMMANDS:
+        return int(importlib.import_module(f"engine.{argv[0]}").main(argv[1:]))
+    lines = ["usage: isotherm <command> [options]", "", *(f"  {name:10} {text}" for name, text in COMMANDS.items())]
+    wanted = bool(argv) and argv[0] in ("-h", "--help")
+    print("\n".join(lines), file=sys.stdout if wanted else sys.stderr)
+    return 0 if wanted else 2
+
+
+def main() -> None:
+    run(dispatch)
+
+
+if __name__ == "__main__":
+    main()
