@@ -52,6 +52,11 @@ class LLM:
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 to vocab_size - 1."""
+        return self._model.config.vocab_size
+
     def generate(
         self,
         prompts: str | list[str] | list[list[int]],

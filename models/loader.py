@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,15 +39,13 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    stamp: tuple[int, int, int]  # of the file when its header was read, see `_stamp`
 
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises ModelFormatError if it is missing, over 16 MB, or not JSON."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from None
+    with _opened(path) as file:
+        data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
         raise ModelFormatError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MB")
     return _parse_json(data, path)
@@ -94,11 +93,11 @@ def _open_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or len(weight_map) > MAX_TENSORS:
         raise ModelFormatError(f"{index}: weight_map must map 1 to {MAX_TENSORS} tensor names to files")
-    shards = set(weight_map.values())
-    for shard in shards:
+    for shard in weight_map.values():
         if not isinstance(shard, str) or shard != os.path.basename(shard) or not shard.endswith(".safetensors"):
             raise ModelFormatError(f"{index}: {shard!r} is not the name of a safetensors file in the same directory")
-    missing = sorted(shard for shard in shards if not (directory / shard).exists())
+    shards = set(weight_map.values())
+    missing = sorted(shard for shard in shards if not os.path.exists(directory / shard))
     if missing:
         raise ModelFormatError(f"{directory}: shards listed in {index.name} are missing: {', '.join(missing)}")
     headers = {shard: read_header(directory / shard) for shard in sorted(shards)}
@@ -111,7 +110,8 @@ def _open_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, from its header. Raises ModelFormatError naming file and reason."""
     with _opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        stat = os.fstat(file.fileno())
+        size = stat.st_size
         prefix = file.read(8)
         if prefix.startswith(b"version "):
             raise ModelFormatError(f"{path}: a Git LFS pointer, not the file itself: run `git lfs pull`")
@@ -126,7 +126,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelFormatError(f"{path}: __metadata__ must map strings to strings")
-    tensors = {name: _tensor_info(path, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = {name: _tensor_info(path, name, entry, 8 + length, _stamp(stat)) for name, entry in header.items()}
     _check_cover(path, tensors, 8 + length, size)
     return tensors
 
@@ -135,14 +135,14 @@ def _unique_keys(path: Path) -> Callable[[list[tuple[str, Any]]], dict[str, Any]
     def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ModelFormatError(f"{path}: duplicate key {max(keys, key=keys.count)!r} in the header")
+            (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+            raise ModelFormatError(f"{path}: duplicate key {twice!r} in the header")
         return result
 
     return build
 
 
-def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+def _tensor_info(path: Path, name: str, entry: Any, data_start: int, stamp: tuple[int, int, int]) -> TensorInfo:
     where = f"{path}: tensor {name!r}"
     if not name or "/" in name or "\\" in name or "\0" in name:
         raise ModelFormatError(f"{where}: not a tensor name")
@@ -159,7 +159,12 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
     nbytes = math.prod(shape) * _SIZES[dtype]
     if end - begin != nbytes:
         raise ModelFormatError(f"{where}: {dtype} {shape} takes {nbytes} bytes, data_offsets give {end - begin}")
-    return TensorInfo(path, dtype, tuple(shape), data_start + begin, nbytes)
+    return TensorInfo(path, dtype, tuple(shape), data_start + begin, nbytes, stamp)
+
+
+def _stamp(stat: os.stat_result) -> tuple[int, int, int]:
+    """What changes when a file does: its size, time of change, and number (when another one was put in its place)."""
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def _is_sizes(value: Any) -> TypeGuard[list[int]]:
@@ -225,14 +230,14 @@ def read_tensor(info: TensorInfo) -> Tensor:
     """One tensor, in memory of its own. Raises ModelFormatError if the file changed since its header was read."""
     data = torch.empty(info.nbytes, dtype=torch.uint8)
     with _opened(info.file) as file:
-        before = os.fstat(file.fileno())
+        before = _stamp(os.fstat(file.fileno()))
         file.seek(info.offset)
         view = memoryview(data.numpy().data)
         done = 0
         while done < info.nbytes and (count := file.readinto(view[done:])):  # type: ignore[attr-defined]
             done += count
-        after = os.fstat(file.fileno())
-    if done < info.nbytes or (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        after = _stamp(os.fstat(file.fileno()))
+    if done < info.nbytes or not info.stamp == before == after:
         raise ModelFormatError(f"{info.file}: the file changed while it was read")
     return data.view(DTYPES[info.dtype]).view(info.shape)
 

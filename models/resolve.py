@@ -21,16 +21,21 @@ ALIASES = {
 def cache_directory() -> Path:
     """Where models fetched by our own tools lie: $ISOTHERM_CACHE, else the XDG cache directory."""
     if own := os.environ.get("ISOTHERM_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "isotherm"
+        return _expanded(own)
+    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "isotherm"
+
+
+def _expanded(path: str) -> Path:
+    """The path with a leading ~ replaced; that of a user who does not exist stays, and is not found."""
+    return Path(os.path.expanduser(path))
 
 
 def _huggingface_hub() -> Path:
     if hub := os.environ.get("HF_HUB_CACHE"):
-        return Path(hub).expanduser()
-    home = os.environ.get("HF_HOME")
-    base = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    return base.expanduser() / "hub"
+        return _expanded(hub)
+    if home := os.environ.get("HF_HOME"):
+        return _expanded(home) / "hub"
+    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
 
 
 def resolve(name: str) -> Path:
@@ -42,16 +47,16 @@ def resolve(name: str) -> Path:
     looked = []
     roots = [cache_directory() / "models"]
     if own := os.environ.get("ISOTHERM_MODELS"):
-        roots.insert(0, Path(own).expanduser())
-    path = Path(name).expanduser()
+        roots.insert(0, _expanded(own))
+    path = _expanded(name)
     for candidate in [path, *(root / name for root in roots)]:
-        if (candidate / "config.json").is_file():
+        if os.path.isfile(candidate / "config.json"):
             return candidate
         looked.append(f"{candidate} ({_why_not(candidate)})")
     repository = ALIASES.get(name, name)
-    if repository.count("/") == 1 and not path.is_absolute():
+    if _is_repository(repository):
         snapshot = _snapshot(_huggingface_hub() / f"models--{repository.replace('/', '--')}")
-        if (snapshot / "config.json").is_file():
+        if os.path.isfile(snapshot / "config.json"):
             return snapshot
         looked.append(f"{snapshot} ({_why_not(snapshot)})")
     lines = [f"model {name!r} was not found. Looked at:", *(f"  {place}" for place in looked)]
@@ -62,16 +67,21 @@ def resolve(name: str) -> Path:
 
 
 def _why_not(candidate: Path) -> str:
-    if candidate.is_file():
+    if os.path.isfile(candidate):
         return "a file; give the directory that holds config.json"
-    return "no config.json in it" if candidate.is_dir() else "does not exist"
+    return "no config.json in it" if os.path.isdir(candidate) else "does not exist"
+
+
+def _is_repository(name: str) -> bool:
+    """Whether it reads as organisation/model, and not as a path."""
+    return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not name.endswith("/")
 
 
 def _snapshot(repository: Path) -> Path:
     """The snapshot that refs/main names: models--org--name/snapshots/<revision>."""
     try:
         revision = (repository / "refs" / "main").read_text().strip()
-    except OSError:
+    except (OSError, ValueError):
         return repository
     return repository / "snapshots" / os.path.basename(revision)
 
@@ -79,7 +89,7 @@ def _snapshot(repository: Path) -> Path:
 def _advice(name: str, repository: str) -> str:
     if name == "smollm2-135m":
         return "Get it: python -m tools.get_demo_model"
-    if repository.count("/") != 1:
+    if not _is_repository(repository):
         return "Give a directory with config.json and safetensors files; a demo model: python -m tools.get_demo_model"
     gated = " (Llama 2 is gated: accept its licence on its page and log in first)" if "Llama-2" in repository else ""
     return f"Get it: huggingface-cli download {repository} --include '*.json' '*.safetensors' 'tokenizer*'{gated}"

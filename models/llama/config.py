@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -180,41 +179,45 @@ def _number(raw: Mapping[str, Any], key: str, least: float, greatest: float, def
     return float(value)
 
 
-def _flag(raw: Mapping[str, Any], key: str) -> bool:
+def _flag(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
     value = raw.get(key)
-    if value not in (None, True, False):
+    if value is None:
+        value = default
+    if type(value) is not bool:
         raise ConfigError(f"{key} must be true or false, got {value!r}")
-    return bool(value)
+    return value
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
     """(rope_theta, raw scaling): Transformers 4 keeps both at the top level, 5 in `rope_parameters`."""
-    parameters = raw.get("rope_parameters") or {}
+    parameters = raw.get("rope_parameters")
+    if parameters is None:
+        parameters = {}
     if not isinstance(parameters, dict):
         raise ConfigError(f"rope_parameters must be an object, got {parameters!r}")
     if "rope_theta" in parameters and raw.get("rope_theta") not in (None, parameters["rope_theta"]):
         raise ConfigError(
             f"rope_theta is {raw['rope_theta']!r} at the top level and {parameters['rope_theta']!r} in rope_parameters"
         )
-    theta = _number({**raw, **parameters}, "rope_theta", 1.0, 1e12, default=10000.0)
+    theta = _number({**raw, **parameters}, "rope_theta", 2.0, 1e12, default=10000.0)
     scaling = raw.get("rope_scaling")
     if scaling is None and parameters:
         scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
-    return theta, scaling or None
+    return theta, scaling
 
 
 def _rope_scaling(raw: Mapping[str, Any] | None, context: int) -> RopeScaling | None:
-    if raw is None:
+    if raw is None or raw == {}:
         return None
     if not isinstance(raw, Mapping):
         raise ConfigError(f"rope_scaling must be an object, got {raw!r}")
-    kind = raw.get("rope_type", raw.get("type", "default"))
+    kind = raw.get("rope_type", raw.get("type"))
     if "rope_type" in raw and "type" in raw and raw["rope_type"] != raw["type"]:
         raise ConfigError(f"rope_scaling has type {raw['type']!r} and rope_type {raw['rope_type']!r}")
     if kind == "default":
         return None
-    if kind not in _ROPE_KEYS:
-        raise ConfigError(f"rope_scaling type must be one of {', '.join(_ROPE_KEYS)}, got {kind!r}")
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+        raise ConfigError(f"rope_scaling's rope_type must be one of {', '.join(_ROPE_KEYS)}, got {kind!r}")
     values = {key: _number(raw, key, low, high) for key, (low, high) in _ROPE_KEYS[kind].items()}
     for key, (low, high) in _ROPE_OPTIONAL.get(kind, {}).items():
         if raw.get(key) is not None:
@@ -228,6 +231,9 @@ def _rope_scaling(raw: Mapping[str, Any] | None, context: int) -> RopeScaling | 
             f"rope_scaling needs low_freq_factor < high_freq_factor, "
             f"got {values['low_freq_factor']:g} and {values['high_freq_factor']:g}"
         )
-    if kind == "yarn" and not math.isfinite(original * values["factor"]):
-        raise ConfigError(f"rope_scaling factor {values['factor']:g} is too large")
-    return RopeScaling(kind, original, values, truncate=raw.get("truncate") is not False)
+    if kind == "yarn" and not values.get("beta_slow", 1.0) < values.get("beta_fast", 32.0):
+        raise ConfigError(
+            f"rope_scaling needs beta_slow < beta_fast, "
+            f"got {values.get('beta_slow', 1.0):g} and {values.get('beta_fast', 32.0):g}"
+        )
+    return RopeScaling(kind, original, values, truncate=_flag(raw, "truncate", default=True))

@@ -23,33 +23,36 @@ class LlamaWeights(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        with torch.device("meta"):
-            self.model = _Body(config)
-            self.lm_head: nn.Module | None = None
-            if not config.tie_word_embeddings:
-                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.model = _Body(config)
+        self.lm_head: _Parameters | None = None
+        if not config.tie_word_embeddings:
+            self.lm_head = _Parameters(config.vocab_size, config.hidden_size)
+
+
+class _Parameters(nn.Module):
+    """A weight and perhaps a bias, without data. torch's own modules would run their initialisers on the meta device,
+    which takes 150 MB of imports."""
+
+    def __init__(self, *shape: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight: Tensor = nn.Parameter(torch.empty(shape, device="meta"))
+        self.bias: Tensor | None = nn.Parameter(torch.empty(shape[:1], device="meta")) if bias else None
 
 
 class _Body(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = _Parameters(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(_LayerWeights(config) for _ in range(config.num_layers))
-        self.norm = _NormWeights(config.hidden_size)
-
-
-class _NormWeights(nn.Module):
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.weight: Tensor = nn.Parameter(torch.empty(hidden_size))
+        self.norm = _Parameters(config.hidden_size)
 
 
 class _LayerWeights(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.input_layernorm = _NormWeights(config.hidden_size)
+        self.input_layernorm = _Parameters(config.hidden_size)
         self.self_attn = _AttentionWeights(config)
-        self.post_attention_layernorm = _NormWeights(config.hidden_size)
+        self.post_attention_layernorm = _Parameters(config.hidden_size)
         self.mlp = _MLPWeights(config)
 
 
@@ -58,27 +61,27 @@ class _AttentionWeights(nn.Module):
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(hidden, queries, bias)
-        self.k_proj = nn.Linear(hidden, keys, bias)
-        self.v_proj = nn.Linear(hidden, keys, bias)
-        self.o_proj = nn.Linear(queries, hidden, bias)
+        self.q_proj = _Parameters(queries, hidden, bias=bias)
+        self.k_proj = _Parameters(keys, hidden, bias=bias)
+        self.v_proj = _Parameters(keys, hidden, bias=bias)
+        self.o_proj = _Parameters(hidden, queries, bias=bias)
 
 
 class _MLPWeights(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(hidden, inner, bias)
-        self.up_proj = nn.Linear(hidden, inner, bias)
-        self.down_proj = nn.Linear(inner, hidden, bias)
+        self.gate_proj = _Parameters(inner, hidden, bias=bias)
+        self.up_proj = _Parameters(inner, hidden, bias=bias)
+        self.down_proj = _Parameters(hidden, inner, bias=bias)
 
 
 class _Linear:
     """Linear maps of one input, run as one product."""
 
-    def __init__(self, ops: Ops, *parts: nn.Module) -> None:
-        weights: list[Tensor] = [part.weight.detach() for part in parts]
-        biases: list[Tensor] = [part.bias.detach() for part in parts if getattr(part, "bias", None) is not None]
+    def __init__(self, ops: Ops, *parts: _Parameters) -> None:
+        weights = [part.weight.detach() for part in parts]
+        biases = [part.bias.detach() for part in parts if part.bias is not None]
         self.weight = ops.pack_linear(torch.cat(weights) if len(parts) > 1 else weights[0])
         self.bias = torch.cat(biases) if biases else None
         self.ops = ops
