@@ -23,7 +23,8 @@ whose buddy would lie past the end has none: no dict ever lists it.
 
 The newest free block of an order is taken first (`dict.popitem`): the order is deterministic, and its memory is warm.
 
-Rejected (steady state at 70 % use of 2^17 units, nanoseconds for alloc / free of one page; this design: 214 / 293):
+Rejected (steady state at 70 % use of 2^17 units, nanoseconds for alloc / free of one page; a prototype of this design,
+measured beside them: 214 / 293; this code: `tools.bench buddy`):
   - a list of page ids, 247 / 169: no contiguity, and 2,515 / 1,485 for requests of 1..4096 pages;
   - stacks with lazy deletion, 393 / 454: a merge leaves stale entries that every later pop has to skip;
   - one big-int bitmap per order, 16,296 / 3,120: each change copies the whole number;

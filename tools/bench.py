@@ -1,0 +1,142 @@
+"""Benchmarks: `python -m tools.bench NAME`. Each subcommand measures one thing and prints a table, or JSON with --json.
+
+A subcommand is one function from its parsed arguments to a dict; tables stand under "rows". It imports what is heavy
+itself, after parsing, so that --help is quick. To add one: write the function, and list it in `_parser`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def buddy(args: argparse.Namespace) -> dict[str, Any]:
+    """Nanoseconds per call of the buddy allocator. Plain Python: --threads has no effect here."""
+    from tools.bench_buddy import rows
+
+    return {"rows": rows(args.repeats, args.seed)}
+
+
+def decode(args: argparse.Namespace) -> dict[str, Any]:
+    """Tokens a second while one sequence is generated."""
+    return _beside_peer(args, "decode")
+
+
+def prefill(args: argparse.Namespace) -> dict[str, Any]:
+    """Prompt tokens a second."""
+    return _beside_peer(args, "prefill")
+
+
+def _beside_peer(args: argparse.Namespace, measurement: str) -> dict[str, Any]:
+    from engine import LLM
+    from tools import bench_llm
+
+    longest = max(args.context) + bench_llm.DECODE_TOKENS * (args.repeats + 1) + 1
+    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, skip_tokenizer_init=True)
+    if longest > llm.max_model_len:
+        raise SystemExit(f"error: {longest} tokens are needed, the model's context is {llm.max_model_len}")
+    peer = bench_llm.Peer(args.peer_python, args.model, args.dtype, args.threads) if args.peer_python else None
+    try:
+        rows = getattr(bench_llm, measurement)(llm, peer, args.context, args.repeats, args.seed)
+    finally:
+        if peer:
+            peer.close()
+    return {"model": args.model, "dtype": args.dtype, "peer": peer.version if peer else None, "rows": rows}
+
+
+def _contexts(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--threads", type=_positive, default=1, metavar="N", help="threads for torch (default: 1)")
+    common.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random input (default: 0)")
+    common.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description="Measure one part of the engine.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
+
+    command = commands.add_parser("buddy", parents=[common], help="alloc and free of the buddy allocator")
+    command.add_argument("--repeats", type=_positive, default=200, metavar="N", help="batches of 1000 calls per row")
+    command.set_defaults(run=buddy)
+
+    for function, contexts in ((decode, "128,1024,8000"), (prefill, "512,4096")):
+        name = function.__name__
+        command = commands.add_parser(name, parents=[common], help=f"{name} of one sequence, beside Transformers")
+        command.add_argument("--model", default="smollm2-135m", help="name or directory (default: %(default)s)")
+        command.add_argument(
+            "--context", type=_contexts, default=contexts, metavar="N,N", help="(default: %(default)s)"
+        )
+        command.add_argument("--dtype", default="bfloat16", help="of both engines (default: %(default)s)")
+        command.add_argument("--repeats", type=_positive, default=5, metavar="N", help="timed runs (default: 5)")
+        command.add_argument("--peer-python", metavar="PYTHON", help="an interpreter that has transformers (4.57.6)")
+        command.set_defaults(run=function)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"need a number >= 1, got {value}")
+    return value
+
+
+def provenance() -> dict[str, str]:
+    """What every figure is recorded with: the command, the commit and the machine."""
+    root = Path(__file__).resolve().parent.parent
+    try:
+        git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    return {
+        "command": " ".join(["python -m tools.bench", *sys.argv[1:]]),
+        "commit": commit,
+        "machine": f"{_cpu_name()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """The rows as a Markdown table on stdout; the columns are the keys of the first row."""
+    columns = list(rows[0])
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(str(row.get(column, "")) for column in columns) + " |")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    # Read by OpenMP and MKL when torch is imported, so it has to be said before a subcommand does that.
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(args.threads)
+    result = {**provenance(), **args.run(args)}
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    for key, value in result.items():
+        if key == "rows":
+            print_table(value)
+        else:
+            print(f"{key}: {value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
