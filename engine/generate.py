@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -68,8 +69,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _prompt(args: argparse.Namespace) -> str:
     if args.prompt not in (None, "-"):
-        return str(args.prompt)
-    if args.file in (None, "-"):
+        data, name = os.fsencode(args.prompt), "--prompt"
+    elif args.file in (None, "-"):
         if args.file is None and args.prompt is None and sys.stdin.isatty():
             raise RequestError("no prompt: give --prompt TEXT or --file FILE, or pipe text in")
         data, name = sys.stdin.buffer.read(), "stdin"

@@ -11,26 +11,29 @@ import torch
 
 def peak_rss_bytes() -> int:
     """The most memory this process had resident so far."""
+    # On Linux getrusage starts from the peak of the process that started this one.
+    peak = _kib("/proc/self/status", "VmHWM:")
+    if peak is not None:
+        return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
     """Memory that can still be allocated on the device; None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = [value for value in (_meminfo_available(), _cgroup_free()) if value is not None]
+    free = [value for value in (_kib("/proc/meminfo", "MemAvailable:"), _cgroup_free()) if value is not None]
     return min(free, default=None)
 
 
-def _meminfo_available() -> int | None:
+def _kib(file: str, key: str) -> int | None:
+    """Bytes of a line "key  1234 kB" in one of Linux's status files."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        lines = Path(file).read_text().splitlines()
     except OSError:
-        pass
-    return None
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), None)
 
 
 def _cgroup_free() -> int | None:

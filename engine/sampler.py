@@ -17,7 +17,8 @@ def sample(logits: Tensor, params: SamplingParams, history: list[int], generator
         logits = _penalise(logits, history, params.repetition_penalty)
     if params.temperature == 0.0:
         return int(logits.argmax())
-    logits = logits / params.temperature
+    # The greatest logit becomes 0, so that no accepted temperature makes an infinity or 0 / 0 of it.
+    logits = (logits - logits.max()) / max(params.temperature, 1e-30)
     if params.top_k and params.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
     probabilities = logits.softmax(-1)
@@ -39,11 +40,13 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Zero but for the smallest set of most likely tokens that holds top_p (arXiv 1904.09751); never empty."""
     ordered, order = probabilities.sort(descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered
-    return probabilities.index_fill(0, order[before >= top_p], 0.0)
+    drop = before >= top_p
+    drop[0] = False  # a top_p that is 0 in float32
+    return probabilities.index_fill(0, order[drop], 0.0)
 
 
 def top_logprobs(logits: Tensor, token: int, count: int) -> dict[int, float]:
     """Log-probabilities of the `count` most likely tokens and of the chosen one. logits [vocab_size] float32."""
     logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(count)
+    best = logprobs.topk(min(count, logits.numel()))
     return {token: float(logprobs[token]), **dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))}

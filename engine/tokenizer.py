@@ -70,7 +70,11 @@ class SentencePieceTokenizer:
         try:
             self._model = SentencePieceProcessor(model_proto=data)
         except (RuntimeError, TypeError, ValueError) as error:
-            reason = "it is a tiktoken file, use tokenizer.json" if _TIKTOKEN.match(data) else error
+            reason: object = error
+            if _TIKTOKEN.match(data):
+                reason = "it is a tiktoken file, use tokenizer.json"
+            elif data.startswith(b"version https://git-lfs"):
+                reason = "it is a Git LFS pointer, not the file itself: run `git lfs pull`"
             raise TokenizerError(f"{file}: not a sentencepiece model: {reason}") from None
         self.vocab_size: int = self._model.get_piece_size()
         if self.vocab_size < 1:
@@ -104,8 +108,7 @@ class JsonTokenizer:
         self._model.encode_special_tokens = True
         self._model.no_truncation()
         self.vocab_size: int = self._model.get_vocab_size(with_added_tokens=True)
-        add_bos = settings.get("add_bos_token", settings.get("tokenizer_class") == "LlamaTokenizer")
-        self.bos_id = self._id(settings, "bos_token") if add_bos else None
+        self.bos_id = self._bos_id(settings)
         eos = self._id(settings, "eos_token")
         self.eos_ids = () if eos is None else (eos,)
 
@@ -114,6 +117,16 @@ class JsonTokenizer:
         token = token.get("content") if isinstance(token, dict) else token
         found: int | None = self._model.token_to_id(token) if isinstance(token, str) else None
         return found
+
+    def _bos_id(self, settings: dict[str, Any]) -> int | None:
+        """The id that prompts begin with: as tokenizer_config.json says, else as tokenizer.json's own template does."""
+        plain, full = (self._model.encode("a", add_special_tokens=special).ids for special in (False, True))
+        template: int | None = full[0] if plain and full[1 : len(plain) + 1] == plain else None
+        llama = settings.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
+        if not settings.get("add_bos_token", llama or template is not None):
+            return None
+        bos = self._id(settings, "bos_token")
+        return template if bos is None else bos
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._model.encode(_checked(text), add_special_tokens=False).ids
@@ -147,7 +160,8 @@ class Detokenizer:
         self._ids = list(prompt_ids[-8:])
         self._context = 0
         self._clean = len(self._ids)
-        self._shown = len(tokenizer.decode(self._ids))  # characters of the window's text that were returned already
+        # Characters of the window's text that were returned already; of a prompt that ends in half a character, none.
+        self._shown = len(tokenizer.decode(self._ids).rstrip(INCOMPLETE))
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes; may be none."""
@@ -157,6 +171,12 @@ class Detokenizer:
         new = whole[self._shown :]
         if len(whole) < len(text):
             self._shown = max(self._shown, len(whole))
+            return new
+        if not new:
+            # A control token: as the only context it would cost the next piece its leading space. Dropped, except
+            # before any text, where it may be a space that the decoder leaves out and must still see.
+            if text:
+                self._ids.pop()
             return new
         self._context, self._clean = self._clean, len(self._ids)
         self._shown = len(self._tokenizer.decode(self._ids[self._context :]))

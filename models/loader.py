@@ -149,8 +149,8 @@ def _tensor_info(path: Path, name: str, entry: Any, data_start: int, stamp: tupl
     if not isinstance(entry, dict):
         raise ModelFormatError(f"{where}: header entry is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if dtype not in _SIZES:
-        raise ModelFormatError(f"{where}: unknown dtype {dtype!r}")
+    if not isinstance(dtype, str) or dtype not in _SIZES:
+        raise ModelFormatError(f"{where}: unknown dtype {dtype!r:.80}")
     if not _is_sizes(shape) or len(shape) > MAX_RANK:
         raise ModelFormatError(f"{where}: shape must be at most {MAX_RANK} sizes, got {shape!r:.80}")
     if not _is_sizes(offsets) or len(offsets) != 2:

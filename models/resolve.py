@@ -92,4 +92,4 @@ def _advice(name: str, repository: str) -> str:
     if not _is_repository(repository):
         return "Give a directory with config.json and safetensors files; a demo model: python -m tools.get_demo_model"
     gated = " (Llama 2 is gated: accept its licence on its page and log in first)" if "Llama-2" in repository else ""
-    return f"Get it: huggingface-cli download {repository} --include '*.json' '*.safetensors' 'tokenizer*'{gated}"
+    return f"Get it: hf download {repository} --exclude '*.bin'{gated}"

@@ -59,7 +59,7 @@ def _yarn(config: LlamaConfig, scaling: RopeScaling, inverse: Tensor) -> tuple[T
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
-    ramp = ((torch.arange(dims // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    ramp = ((torch.arange(dims // 2, dtype=torch.float64) - low) / ((high - low) or 1e-3)).clamp(0, 1)
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
