@@ -7,8 +7,9 @@ The cache as a kernel sees it, for one layer and for K or V (a view of the arena
 
     cache [num_kv_heads, num_frames, page_size, head_dim]
 
+    frames lie side by side in the arena: the stride of a frame is page_size * head_dim
     slot  = frame * page_size + offset in page     one token's place; equal in every layer and head
-    piece = a run of consecutive slots             frames that lie side by side in the arena are one piece
+    piece = a run of consecutive slots             frames with consecutive ids are one piece
 
 Shapes use: T tokens of the step, B sequences, Hq query heads, Hkv KV heads, D head_dim, F hidden or intermediate size.
 """

@@ -53,8 +53,13 @@ def rope_store(
 ) -> None:
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     q.copy_(_rotate(q, cos, sin))
-    k_cache.flatten(1, 2).index_copy_(1, slots, _rotate(k, cos, sin).to(k_cache.dtype).transpose(0, 1))
-    v_cache.flatten(1, 2).index_copy_(1, slots, v.transpose(0, 1))
+    _tokens(k_cache).index_copy_(1, slots, _rotate(k, cos, sin).to(k_cache.dtype).transpose(0, 1))
+    _tokens(v_cache).index_copy_(1, slots, v.transpose(0, 1))
+
+
+def _tokens(cache: Tensor) -> Tensor:
+    """[Hkv, slots, D], a view. torch refuses where frames do not lie side by side, where `flatten` would copy."""
+    return cache.view(cache.shape[0], -1, cache.shape[3])
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -68,7 +73,7 @@ def prefill_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Attenti
     starts = plan.query_start[plan.num_decodes :].tolist()
     for pieces, (begin, end) in zip(plan.pieces[plan.num_decodes :], pairwise(starts), strict=True):
         rows = slice(begin - starts[0], end - starts[0])
-        out[rows] = _attend_chunk(q[rows], k_cache.flatten(1, 2), v_cache.flatten(1, 2), pieces, scale)
+        out[rows] = _attend_chunk(q[rows], _tokens(k_cache), _tokens(v_cache), pieces, scale)
     return out
 
 
@@ -137,7 +142,7 @@ def decode_attention(
     logits: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> Tensor:
-    keys, values = k_cache.flatten(1, 2), v_cache.flatten(1, 2)
+    keys, values = _tokens(k_cache), _tokens(v_cache)
     num_kv_heads, head_dim = keys.shape[0], q.shape[-1]
     outputs = []
     for b in range(plan.num_decodes):

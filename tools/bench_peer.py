@@ -1,6 +1,6 @@
 """The peer of `tools.bench decode` and `prefill`: Transformers with its DynamicCache, in its own environment.
 
-Run by path from another directory (our package `kernels` has the name of one that Transformers imports when it finds it):
+Run by path from another directory, because Transformers imports a package named `kernels` when it finds one:
     PEER_PYTHON tools/bench_peer.py MODEL DTYPE THREADS
 Reads one JSON request a line from stdin and answers with one line: {"prefill": [ids]} starts anew and gives seconds,
 {"decode": n} goes on for n greedy tokens and gives seconds.
@@ -9,6 +9,7 @@ Reads one JSON request a line from stdin and answers with one line: {"prefill": 
 import json
 import sys
 import time
+from typing import Any
 
 import torch
 import transformers
@@ -18,7 +19,7 @@ def main() -> None:
     model_path, dtype, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).eval()
-    cache = token = None
+    cache, token = None, torch.empty(0)
     print(json.dumps({"version": f"transformers {transformers.__version__}, torch {torch.__version__}"}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -34,9 +35,10 @@ def main() -> None:
         print(json.dumps({"seconds": seconds}), flush=True)
 
 
-def _next(model, ids, cache):
+def _next(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    return logits[:, -1:].argmax(-1)
+    token: torch.Tensor = logits[:, -1:].argmax(-1)
+    return token
 
 
 if __name__ == "__main__":

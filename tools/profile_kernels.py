@@ -1,0 +1,398 @@
+"""What the Triton kernels cost, without a GPU: compiled for each target at real shapes, then read as machine code.
+
+    python -m tools.profile_kernels [--targets sm_80,sm_90] [--json]
+
+A kernel is compiled exactly as its wrapper would launch it: the wrappers run on meta tensors, and their launches are
+recorded instead of run.
+
+    spills                  spill instructions, in the whole kernel
+    load_bits               the width that moves most bytes from global memory (attention: in the inner loop)
+    instructions_per_token  a static count of warp instructions. Attention: of the inner loop over whole pages, per
+                            cached token and KV head; for prefill per 128 rows too, a row being one query of one head.
+                            The others: of the whole kernel, per token of the step
+    predicted_us            a roofline model, not a measurement: the largest of bytes / bandwidth, instructions / issue
+                            slots, flops / peak. It ranks variants; latency, occupancy and launch cost are not in it
+    traffic_ratio, l2_ratio bytes that the programs ask for, and bytes of distinct 32-byte sectors, over the bytes that
+                            must move at least. Counted in Triton's interpreter, on a shorter problem
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+TARGETS = "sm_80,sm_86,sm_89,sm_90,sm_100,gfx942"
+GPUS = {  # target -> name: (bytes/s, multiprocessors, clock in Hz, 16-bit tensor flops/s); the vendors' figures
+    "sm_80": {"A100": (2039e9, 108, 1.41e9, 312e12)},
+    "sm_89": {"RTX 4090": (1008e9, 128, 2.52e9, 165e12)},
+    "sm_90": {"H100": (3350e9, 132, 1.755e9, 989e12), "H200": (4800e9, 132, 1.755e9, 989e12)},
+}
+ISSUE_PER_CYCLE = 4  # warp instructions that a multiprocessor starts in a cycle
+MULTIPROCESSORS = 108  # of the device that the wrappers are told they run on: it decides the number of splits
+TENSOR_CORE = re.compile(r"(?<![.\w])[A-Z]+MMA\b")  # not HFMA2.MMA, which is none
+PAGE = 64
+SHORT = 64  # rows (queries * group) of a short chunk
+
+
+class Cost(NamedTuple):
+    """The least a problem takes; `units` is how often its `instructions_per_token` is spent."""
+
+    bytes: float
+    flops: float
+    units: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """A shape, and the cost of the operations on n tokens: of the step, or, for attention, in the cache."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    dtype: str
+
+    @property
+    def short_chunk(self) -> int:
+        return SHORT * self.kv_heads // self.heads
+
+    def decode(self, n: int, emit: bool = False) -> Cost:
+        cost = self._attention(n, 1, n)
+        return Cost(cost.bytes + 4 * n * self.heads * emit, cost.flops, n * self.kv_heads)
+
+    def prefill(self, n: int, short: bool = False) -> Cost:
+        return self._attention(n, self.short_chunk, n) if short else self._attention(n, n, n / 2)
+
+    def _attention(self, n: int, queries: int, seen: float) -> Cost:
+        """Of `queries` of a sequence, each seeing `seen` of its n tokens."""
+        cache, q_and_out = 4 * n * self.kv_heads * self.head_dim, 4 * queries * self.heads * self.head_dim
+        rows = queries * self.heads
+        return Cost(cache + q_and_out, 4 * self.head_dim * rows * seen, seen * rows / 128)
+
+
+class Problem:
+    """Runs the operations on n tokens: on the meta device to compile, on zeros on the CPU to count traffic."""
+
+    def __init__(self, model: Model, device: str) -> None:
+        import torch
+
+        import kernels
+
+        self.torch, self.device, self.model = torch, device, model
+        self.ops: Any = kernels.load("triton")
+        # The interpreter is wrong about bfloat16, and traffic depends on the size of a type only.
+        self.dtype = torch.float16 if device == "cpu" else getattr(torch, model.dtype)
+
+    def rms_norm(self, n: int) -> None:
+        self.ops.rms_norm(self.zeros(n, self.model.hidden), self.zeros(self.model.hidden), 1e-5)
+
+    def add_rms_norm(self, n: int) -> None:
+        x, residual = self.zeros(2, n, self.model.hidden)
+        self.ops.add_rms_norm(x, residual, self.zeros(self.model.hidden), 1e-5)
+
+    def silu_mul(self, n: int) -> None:
+        self.ops.silu_mul(*self.zeros(n, 2 * self.model.intermediate).chunk(2, 1))
+
+    def rope_store(self, n: int) -> None:
+        cos_sin = self.zeros(n, self.model.head_dim, dtype="float32")
+        slots = self.torch.arange(n, device=self.device)
+        self.ops.rope_store(*self.qkv(n), cos_sin, slots, *self.caches(n))
+
+    def decode(self, n: int, emit: bool = False) -> None:
+        logits = self.zeros(1, self.model.heads, n, dtype="float32") if emit else None
+        scale = self.model.head_dim**-0.5
+        self.ops.decode_attention(self.qkv(1)[0], *self.caches(n), self.plan(n, 1, True), scale, logits)
+
+    def prefill(self, n: int, short: bool = False) -> None:
+        """A whole prompt, or the last few queries of one."""
+        queries, scale = self.model.short_chunk if short else n, self.model.head_dim**-0.5
+        self.ops.prefill_attention(self.qkv(queries)[0], *self.caches(n), self.plan(n, queries, False), scale)
+
+    def zeros(self, *shape: int, dtype: str | None = None) -> Any:
+        kind = getattr(self.torch, dtype) if dtype else self.dtype
+        return self.torch.zeros(shape, dtype=kind, device=self.device)
+
+    def qkv(self, tokens: int) -> Any:
+        m = self.model
+        fused = self.zeros(tokens, m.heads + 2 * m.kv_heads, m.head_dim)
+        return fused.split([m.heads, m.kv_heads, m.kv_heads], 1)
+
+    def caches(self, tokens: int) -> Any:
+        arena = self.zeros(-(-tokens // PAGE), 2, self.model.kv_heads, PAGE, self.model.head_dim)
+        return arena[:, 0].transpose(0, 1), arena[:, 1].transpose(0, 1)
+
+    def plan(self, tokens: int, queries: int, decode: bool) -> Any:
+        from kernels.ops import AttentionPlan
+
+        query_start, seq_lens, pages = (
+            self.torch.tensor(values, dtype=self.torch.int32, device=self.device)
+            for values in ([0, queries], [tokens], [range(-(-tokens // PAGE))])
+        )
+        slots, query_len = self.zeros(queries, dtype="int64"), 0 if decode else queries
+        return AttentionPlan(query_start, seq_lens, pages, slots, int(decode), query_len, tokens, ())
+
+
+@dataclass(frozen=True)
+class Op:
+    function: str  # the Triton kernel, of those that the operation launches
+    run: Callable[[Problem, int], None]
+    cost: Callable[[Model, int], Cost] | None  # None: not predicted
+    tokens: int = 2048
+    traffic_tokens: int = 8  # for the interpreter
+    attention: bool = False
+    first_model: int = 0  # of MODELS; those before it would repeat a later one
+
+
+OPS = {
+    "rms_norm": Op("_rms_norm_kernel", Problem.rms_norm, lambda m, n: Cost(4 * n * m.hidden, 0, n), first_model=1),
+    "add_rms_norm": Op(
+        "_add_rms_norm_kernel", Problem.add_rms_norm, lambda m, n: Cost(8 * n * m.hidden, 0, n), first_model=1
+    ),
+    "silu_mul": Op(
+        "_silu_mul_kernel", Problem.silu_mul, lambda m, n: Cost(6 * n * m.intermediate, 0, n), first_model=1
+    ),
+    "rope_store": Op(
+        "_rope_store_kernel", Problem.rope_store,
+        lambda m, n: Cost(4 * n * m.head_dim * (m.heads + 2 * m.kv_heads + 1), 0, n),
+    ),
+    "decode_attention": Op("_decode_kernel", Problem.decode, Model.decode, 16384, 2048, True),
+    "decode_attention+logits": Op(
+        "_decode_kernel", lambda p, n: p.decode(n, True), lambda m, n: m.decode(n, True), 16384, 2048, True
+    ),
+    "decode_merge": Op("_merge_kernel", Problem.decode, None, 16384, first_model=1),
+    "prefill_attention": Op("_prefill_kernel", Problem.prefill, Model.prefill, 4096, 192, True),
+    "prefill_attention,short": Op(
+        "_prefill_kernel", lambda p, n: p.prefill(n, True), lambda m, n: m.prefill(n, True), 16384, 1024, True, 1
+    ),
+}  # fmt: skip
+MODELS = [
+    Model("llama-2-7b", 32, 32, 128, 4096, 11008, "float16"),
+    Model("llama-3-8b", 32, 8, 128, 4096, 14336, "bfloat16"),
+    Model("smollm2-135m", 9, 3, 64, 576, 1536, "bfloat16"),
+]
+
+
+def manifest() -> list[tuple[str, Op, Model]]:
+    return [(name, op, model) for name, op in OPS.items() for model in MODELS[op.first_model :]]
+
+
+def record_launch(op: Op, model: Model) -> tuple[Any, tuple[Any, ...], dict[str, Any], int]:
+    """What the wrapper would launch: (function, arguments, options, number of programs)."""
+    from triton.runtime.jit import JITFunction
+
+    from kernels import attention
+
+    launches = []
+
+    def record(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        x, y, z = (*grid, 1, 1)[:3]
+        launches.append((self, args, options, x * y * z))
+
+    with (
+        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(attention, "_num_multiprocessors", lambda _: MULTIPROCESSORS),
+    ):
+        op.run(Problem(model, "meta"), op.tokens)
+    (launch,) = [launch for launch in launches if launch[0].__name__ == op.function]
+    return launch
+
+
+def compile_for(target: str, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The kernel that `function[grid](*args, **options)` would get on the target; uses internals of Triton 3.9."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
+    backend = make_backend(gpu)
+    options = {"debug": False, "instrumentation_mode": "", "fpsan_homomorphic_casts": False, **options}
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    bound, specialization, bound_options = bind(*args, **options)
+    parsed, *specialized = function._pack_args(backend, options, bound, specialization, bound_options)
+    return triton.compile(ASTSource(function, *specialized), target=gpu, options=parsed.__dict__)
+
+
+def read_nvidia(kernel: Any, loop_only: bool) -> tuple[dict[str, Any], int]:
+    """-> the columns, and the number of instructions: of the loop over whole pages, or all."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}  # cuobjdump calls nvdisasm
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(tools / "cuobjdump"), "-sass", "--dump-resource-usage", file.name]
+        text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    usage = re.search(r"REG:(\d+)", text)
+    assert usage, f"no resource usage in the output of {' '.join(command)}"
+    lines = [(int(at, 16), code) for at, code in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", text))
+    body = _page_loop(lines) if loop_only else [code for _, code in lines]
+    bits: Counter[int] = Counter()
+    for code in body:
+        # LDG: to registers, LDGSTS: asynchronous, to shared memory
+        if load := re.search(r"\bLDG(?:STS)?\.(\S+)", code):
+            width = re.search(r"\b(128|64|[SU]?16|[SU]?8)\b", load[1])
+            size = int(width[1].lstrip("SU")) if width else 32
+            bits[size] += size
+    mma = TENSOR_CORE.search(text)
+    return _columns(int(usage[1]), spills, bits, mma), len(body)
+
+
+def _columns(registers: int, spills: int, bits: Counter[int], mma: re.Match[str] | None) -> dict[str, Any]:
+    load_bits = max(bits, key=lambda size: bits[size], default=None)
+    return {"registers": registers, "spills": spills, "load_bits": load_bits, "tensor_core": mma and mma[0]}
+
+
+def _page_loop(lines: list[tuple[int, str]]) -> list[str]:
+    """The loop over whole pages: in both attention kernels the first to end of those that use tensor cores."""
+    for last, (at, code) in enumerate(lines):
+        jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", code)
+        if jump and int(jump[1], 16) < at:
+            body = [code for at, code in lines[: last + 1] if at >= int(jump[1], 16)]
+            if any(map(TENSOR_CORE.search, body)):
+                return body
+    raise AssertionError("no loop uses tensor cores")
+
+
+def read_amd(kernel: Any) -> dict[str, Any]:
+    text = kernel.asm["amdgcn"]
+    registers, *spilled = (
+        int(re.findall(rf"\.{name}:\s+(\d+)", text)[0])
+        for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+    )
+    sizes = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32, "ushort": 16, "ubyte": 8}
+    bits: Counter[int] = Counter()
+    for width in re.findall(r"\b(?:global|buffer)_load_([a-z0-9]+)", text):
+        bits[sizes.get(width, 0)] += sizes.get(width, 0)
+    return _columns(registers, sum(spilled), bits, re.search(r"\bv_mfma\w*", text))
+
+
+def profile(name: str, op: Op, model: Model, target: str) -> dict[str, Any]:
+    function, args, options, programs = record_launch(op, model)
+    kernel = compile_for(target, function, args, options)
+    columns, counted = (read_amd(kernel), None) if target.startswith("gfx") else read_nvidia(kernel, op.attention)
+    per_token = None
+    if counted is not None and op.attention:
+        per_token = counted * kernel.metadata.num_warps / PAGE * 128 / options.get("BLOCK_M", 128)
+    elif counted is not None and op.cost is not None:
+        per_token = counted * kernel.metadata.num_warps * programs / op.tokens
+    return {
+        "kernel": f"{name}[{model.name}]",
+        "target": target,
+        **columns,
+        "shared_bytes": kernel.metadata.shared,
+        "instructions_per_token": None if per_token is None else round(per_token, 2),
+        "predicted_us": predict(op, model, target, per_token),
+    }
+
+
+def predict(op: Op, model: Model, target: str, per_token: float | None) -> dict[str, float]:
+    if op.cost is None or per_token is None:
+        return {}
+    cost = op.cost(model, op.tokens)
+    issue_cycles = per_token * cost.units / ISSUE_PER_CYCLE
+    return {
+        gpu: round(1e6 * max(cost.bytes / bandwidth, issue_cycles / (sms * clock), cost.flops / peak), 2)
+        for gpu, (bandwidth, sms, clock, peak) in GPUS.get(target, {}).items()
+    }
+
+
+def count_traffic() -> dict[str, dict[str, float]]:
+    """kernel -> its two ratios. Runs in the interpreter: TRITON_INTERPRET must be set."""
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from kernels import attention
+
+    asked: list[int] = []
+    sectors: dict[str, list[Any]] = {"create_masked_load": [], "create_masked_store": []}
+
+    def counting(access: Any, mask_at: int) -> Any:
+        def counted(builder: Any, ptrs: Any, *rest: Any) -> Any:
+            addresses = ptrs.data[np.broadcast_to(rest[mask_at].data, ptrs.data.shape)]
+            asked.append(addresses.size * ptrs.get_element_ty().primitive_bitwidth // 8)
+            sectors[access.__name__].append(np.unique(addresses // np.uint64(32)))
+            return access(builder, ptrs, *rest)
+
+        return counted
+
+    ratios = {}
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    with (
+        mock.patch.object(InterpreterBuilder, load.__name__, counting(load, 0)),
+        mock.patch.object(InterpreterBuilder, store.__name__, counting(store, 1)),
+        mock.patch.object(attention, "_num_multiprocessors", lambda _: 4),
+    ):
+        for name, op, model in manifest():
+            if op.cost is not None:
+                op.run(Problem(model, "cpu"), op.traffic_tokens)
+                least = op.cost(model, op.traffic_tokens).bytes
+                unique = 32 * sum(len(np.unique(np.concatenate(touched))) for touched in sectors.values())
+                ratios[f"{name}[{model.name}]"] = {
+                    "traffic_ratio": round(sum(asked) / least, 3),
+                    "l2_ratio": round(unique / least, 3),
+                }
+            for counts in (asked, *sectors.values()):
+                counts.clear()
+    return ratios
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    def cell(value: Any) -> str:
+        if isinstance(value, dict):
+            return " ".join(f"{gpu}={us:g}" for gpu, us in value.items()) or "-"
+        return "-" if value is None else str(value)
+
+    headers = list(rows[0])
+    print("predicted_us is a model, not a measurement\n")
+    cells = [[cell(row[key]) for key in headers] for row in rows]
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    for line in [headers, *cells]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.profile_kernels", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--targets", default=TARGETS, help="comma-separated (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--count-traffic", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.count_traffic:
+        print(json.dumps(count_traffic()))
+        return
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        sys.exit("TRITON_INTERPRET is set: there is nothing to compile in the interpreter")
+    work = [(*case, target) for target in arguments.targets.split(",") for case in manifest()]
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        work = tqdm(work, desc="compiling", file=sys.stderr)
+    # Whether Triton compiles or interprets is fixed when it is imported: hence another process.
+    command = [sys.executable, "-m", "tools.profile_kernels", "--count-traffic"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    traffic = json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+    not_counted = {"traffic_ratio": None, "l2_ratio": None}  # the merge alone: decode_attention has both its kernels
+    rows = [row | traffic.get(row["kernel"], not_counted) for row in (profile(*job) for job in work)]
+    if arguments.json:
+        print(json.dumps({"rows": rows}))
+    else:
+        print_table(rows)
+
+
+if __name__ == "__main__":
+    main()
