@@ -1,7 +1,8 @@
 """What the kernels must compute, in float64, one sequence and one head at a time; and caches to try them on.
 
-Written apart from `kernels.reference`, for `tools.gpu_check` and the kernels' tests. A cache is a view of a larger arena, as in the engine: frames of a sequence are scattered, there are gaps between
-heads and frames, and everything that no sequence owns is NaN: free frames, gaps, the rest of each last page.
+Written apart from `kernels.reference`, for `tools.gpu_check` and the kernels' tests. A cache is a view of a larger
+arena: frames of a sequence are scattered, there are gaps between heads and frames, and everything that no sequence owns
+is NaN: free frames, gaps, the rest of each last page.
 """
 
 import math
@@ -94,7 +95,7 @@ def make_batch(
 def _make_cache(
     heads: int, frames: int, page_size: int, head_dim: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor]:
-    # Frame-major, as the arena is: a frame holds a page of every head, and more (the other layers) behind it.
+    # Frame-major, unlike the engine's arena: the kernels take any stride of heads and frames.
     arena = torch.full((frames, heads + 1, page_size, head_dim), math.nan, dtype=dtype, device=device)
     return arena, arena[:, :heads].transpose(0, 1)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -39,7 +40,7 @@ GPUS = {  # target -> name: (bytes/s, multiprocessors, clock in Hz, 16-bit tenso
     "sm_90": {"H100": (3350e9, 132, 1.755e9, 989e12), "H200": (4800e9, 132, 1.755e9, 989e12)},
 }
 ISSUE_PER_CYCLE = 4  # warp instructions that a multiprocessor starts in a cycle
-MULTIPROCESSORS = 108  # of the device that the wrappers are told they run on: it decides the number of splits
+MULTIPROCESSORS = 108  # that the wrappers are told of: they decide the number of splits
 TENSOR_CORE = re.compile(r"(?<![.\w])[A-Z]+MMA\b")  # not HFMA2.MMA, which is none
 PAGE = 64
 SHORT = 64  # rows (queries * group) of a short chunk
@@ -189,8 +190,10 @@ def manifest() -> list[tuple[str, Op, Model]]:
     return [(name, op, model) for name, op in OPS.items() for model in MODELS[op.first_model :]]
 
 
-def record_launch(op: Op, model: Model) -> tuple[Any, tuple[Any, ...], dict[str, Any], int]:
-    """What the wrapper would launch: (function, arguments, options, number of programs)."""
+def record_launch(
+    op: Op, model: Model, device: str = "meta"
+) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[int, ...]]:
+    """What the wrapper would launch: (function, arguments, options, grid)."""
     from triton.runtime.jit import JITFunction
 
     from kernels import attention
@@ -198,14 +201,14 @@ def record_launch(op: Op, model: Model) -> tuple[Any, tuple[Any, ...], dict[str,
     launches = []
 
     def record(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
-        x, y, z = (*grid, 1, 1)[:3]
-        launches.append((self, args, options, x * y * z))
+        launches.append((self, args, options, grid))
 
+    multiprocessors = attention._num_multiprocessors if device == "cuda" else lambda _: MULTIPROCESSORS
     with (
         mock.patch.object(JITFunction, "run", record),
-        mock.patch.object(attention, "_num_multiprocessors", lambda _: MULTIPROCESSORS),
+        mock.patch.object(attention, "_num_multiprocessors", multiprocessors),
     ):
-        op.run(Problem(model, "meta"), op.tokens)
+        op.run(Problem(model, device), op.tokens)
     (launch,) = [launch for launch in launches if launch[0].__name__ == op.function]
     return launch
 
@@ -249,8 +252,7 @@ def read_nvidia(kernel: Any, loop_only: bool) -> tuple[dict[str, Any], int]:
             width = re.search(r"\b(128|64|[SU]?16|[SU]?8)\b", load[1])
             size = int(width[1].lstrip("SU")) if width else 32
             bits[size] += size
-    mma = TENSOR_CORE.search(text)
-    return _columns(int(usage[1]), spills, bits, mma), len(body)
+    return _columns(int(usage[1]), spills, bits, TENSOR_CORE.search(text)), len(body)
 
 
 def _columns(registers: int, spills: int, bits: Counter[int], mma: re.Match[str] | None) -> dict[str, Any]:
@@ -283,14 +285,14 @@ def read_amd(kernel: Any) -> dict[str, Any]:
 
 
 def profile(name: str, op: Op, model: Model, target: str) -> dict[str, Any]:
-    function, args, options, programs = record_launch(op, model)
+    function, args, options, grid = record_launch(op, model)
     kernel = compile_for(target, function, args, options)
     columns, counted = (read_amd(kernel), None) if target.startswith("gfx") else read_nvidia(kernel, op.attention)
     per_token = None
     if counted is not None and op.attention:
         per_token = counted * kernel.metadata.num_warps / PAGE * 128 / options.get("BLOCK_M", 128)
     elif counted is not None and op.cost is not None:
-        per_token = counted * kernel.metadata.num_warps * programs / op.tokens
+        per_token = counted * kernel.metadata.num_warps * math.prod(grid) / op.tokens
     return {
         "kernel": f"{name}[{model.name}]",
         "target": target,
