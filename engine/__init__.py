@@ -4,21 +4,21 @@
     llm = LLM("smollm2-135m")
     print(llm.generate("The capital of France is", SamplingParams(max_tokens=16))[0].text)
 
-Importing this package does not import torch; building an `LLM` does.
+Importing this package imports nothing else; each name is imported when it is first used, and only `LLM` needs torch.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from engine.config import EngineConfig
-from engine.errors import RequestError, TokenizerError
-from engine.request import RequestOutput, SamplingParams
-from memory import AllocatorError, CapacityError
-from models import ConfigError, ModelFormatError
-
 if TYPE_CHECKING:
-    from engine.llm import LLM as LLM
+    from engine.config import EngineConfig
+    from engine.errors import RequestError, TokenizerError
+    from engine.llm import LLM
+    from engine.request import RequestOutput, SamplingParams
+    from memory.errors import AllocatorError, CapacityError
+    from models.errors import ConfigError, ModelFormatError
 
 __all__ = [
     "LLM",
@@ -33,10 +33,21 @@ __all__ = [
     "TokenizerError",
 ]
 
+_HOMES = {
+    "LLM": "engine.llm",
+    "AllocatorError": "memory.errors",
+    "CapacityError": "memory.errors",
+    "ConfigError": "models.errors",
+    "EngineConfig": "engine.config",
+    "ModelFormatError": "models.errors",
+    "RequestError": "engine.errors",
+    "RequestOutput": "engine.request",
+    "SamplingParams": "engine.request",
+    "TokenizerError": "engine.errors",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from engine.llm import LLM
-
-        return LLM
-    raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from engine.signals import exit_at_once
+
+exit_at_once()  # before the other imports take their time
+
 import importlib
 import sys
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from engine.errors import RequestError, TokenizerError
+from engine.signals import exit_at_once
 from memory.errors import CapacityError
 from models.errors import ConfigError, ModelFormatError
 
@@ -24,6 +25,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (ModuleNotFoundError, 1),
     (KeyboardInterrupt, 130),
     (BrokenPipeError, 141),
+    (OSError, 1),  # as a full disk under stdout
 )
 
 
@@ -61,15 +63,19 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 def run(main: Callable[[list[str] | None], int], argv: list[str] | None = None) -> NoReturn:
     """Run a command to its exit code: one line on stderr for a known error, none for Ctrl-C, SIGTERM, a closed pipe."""
+    exit_at_once()
+    if sys.stdout is None:  # closed by the caller, who wants no output
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open as long as the process
+    with contextlib.suppress(AttributeError):  # a stream of somebody else's
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         code = main(argv)
         sys.stdout.flush()
     except tuple(kind for kind, _ in EXIT_CODES) as error:
         code = next(number for kind, number in EXIT_CODES if isinstance(error, kind))
-        if isinstance(error, BrokenPipeError):
+        if isinstance(error, OSError):
             # The interpreter flushes stdout once more at exit; let that go nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        elif not isinstance(error, KeyboardInterrupt):
+        if not isinstance(error, KeyboardInterrupt | BrokenPipeError):
             print(f"error: {error}", file=sys.stderr)
     sys.exit(code)

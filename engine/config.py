@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.errors import shown
 from models.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -22,9 +24,9 @@ _NOT_YET = (
 
 def parse_size(text: str | int) -> int:
     """Bytes of "64MiB", "8GB", "1.5g" or a plain number. Raises ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?\s*", str(text).lower())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?|)b?\s*", str(text).lower())
     if match is None:
-        raise ConfigError(f"a size is a number with a unit, as 64MiB or 8GB; got {text!r}")
+        raise ConfigError(f"a size is a number with a unit, as 64MiB or 8GB; got {shown(text)}")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -35,7 +37,7 @@ def parse_json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ConfigError(f'a JSON object is wanted, as {{"rope_type": "linear", "factor": 2}}; got {text!r:.200}')
+        raise ConfigError(f'a JSON object is wanted, as {{"rope_type": "linear", "factor": 2}}; got {shown(text)}')
     return value
 
 
@@ -48,8 +50,10 @@ def flag(default: Any, help: str, *names: str, parse: Callable[[str], Any] = str
 class EngineConfig:
     """Everything that is decided before a model is loaded. Raises ConfigError naming the field, got and wanted."""
 
-    model: str
-    tokenizer: str | None = flag(None, "tokenizer file or directory (default: the model's)", metavar="PATH")
+    model: str  # or a path, which becomes one
+    tokenizer: str | os.PathLike[str] | None = flag(
+        None, "tokenizer file or directory (default: the model's)", metavar="PATH"
+    )
     skip_tokenizer_init: bool = False
     dtype: str = flag("auto", "auto, float32, bfloat16 or float16: of weights and KV cache (default: %(default)s)")
     device: str = flag("auto", "auto, cpu or cuda (default: %(default)s)")
@@ -61,7 +65,7 @@ class EngineConfig:
     rope_scaling: Mapping[str, Any] | None = flag(
         None, "replace the model's RoPE scaling, as JSON in config.json's form", parse=parse_json_object, metavar="JSON"
     )
-    kv_cache_memory: int | None = flag(
+    kv_cache_memory: int | None = flag(  # a str is parsed
         None,
         "bytes of the KV cache, as 64MiB or 8GB (default: the model's context once, at most half the free memory)",
         parse=parse_size,
@@ -89,32 +93,49 @@ class EngineConfig:
     scorer: None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError(f"model must be a name or a path, got {self.model!r}")
-        for name, allowed in (
-            ("dtype", ("auto", "float32", "bfloat16", "float16")),
-            ("backend", ("auto", "torch", "triton")),
-            ("page_size", (16, 32, 64)),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(map(str, allowed))}; got {getattr(self, name)!r}")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
-            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N; got {self.device!r}")
-        for name, greatest in (
-            ("max_model_len", 1 << 27),
-            ("kv_cache_memory", 1 << 50),
-            ("max_num_batched_tokens", 1 << 20),
-            ("max_num_seqs", 1 << 16),
-            ("threads", 4096),
-        ):
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        if isinstance(self.kv_cache_memory, str):
+            object.__setattr__(self, "kv_cache_memory", parse_size(self.kv_cache_memory))
+        for name, (wanted, accepts) in _CHECKS.items():
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or not 1 <= value <= greatest):
-                raise ConfigError(f"{name} must be an integer from 1 to {greatest}, got {value!r}")
+            default = self.__dataclass_fields__[name].default
+            if not accepts(value) and not (value is None and default is None):
+                raise ConfigError(f"{name} must be {wanted}, got {shown(value)}")
         for name in _NOT_YET:
-            default = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != default:
-                raise ConfigError(
-                    f"{name} {getattr(self, name)!r} is not available in this version: leave it {default!r}"
-                )
-        if self.rope_scaling is not None and not isinstance(self.rope_scaling, Mapping):
-            raise ConfigError(f"rope_scaling must be an object as in config.json, got {self.rope_scaling!r}")
+            value, default = getattr(self, name), self.__dataclass_fields__[name].default
+            if value != default:
+                raise ConfigError(f"{name} {shown(value)} is not available in this version: leave it {default!r}")
+
+
+def _path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+
+
+def _one_of(*choices: Any) -> tuple[str, Callable[[Any], bool]]:
+    text = ", ".join(map(str, choices[:-1])) + f" or {choices[-1]}"
+    return text, lambda value: any(value == choice and type(value) is type(choice) for choice in choices)
+
+
+def _integer(least: int, greatest: int) -> tuple[str, Callable[[Any], bool]]:
+    return f"an integer from {least} to {greatest}", lambda value: type(value) is int and least <= value <= greatest
+
+
+# What each field accepts, beside None where that is its default: (in words, test).
+_CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "model": ("a name or a path", _path),
+    "tokenizer": ("a path", _path),
+    "skip_tokenizer_init": _one_of(True, False),
+    "enable_prefix_caching": _one_of(True, False),
+    "dtype": _one_of("auto", "float32", "bfloat16", "float16"),
+    "device": ("auto, cpu, cuda or cuda:N", lambda value: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)))),
+    "backend": _one_of("auto", "torch", "triton"),
+    "rope_scaling": ("an object as in config.json", lambda value: isinstance(value, Mapping)),
+    "max_model_len": _integer(1, 1 << 27),
+    "kv_cache_memory": _integer(1, 1 << 50),
+    "page_size": _one_of(16, 32, 64),
+    "max_num_batched_tokens": _integer(1, 1 << 20),
+    "max_num_seqs": _integer(1, 1 << 16),
+    "threads": _integer(1, 4096),
+    "seed": _integer(0, (1 << 63) - 1),
+}

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the other imports take their time
+    from engine.signals import exit_at_once
+
+    exit_at_once()
+
 import argparse
 import contextlib
 import json
@@ -15,6 +20,8 @@ from engine.cli import add_flags, given, run
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.request import RequestOutput, SamplingParams
+from engine.signals import raise_exceptions
+from models.resolve import resolve
 
 if TYPE_CHECKING:
     from engine.llm import LLM
@@ -51,11 +58,14 @@ def main(argv: list[str] | None = None) -> int:
     settings.pop("seed", None)  # the answer's seed
     EngineConfig(**settings)
 
+    resolve(args.model)
+
     begin = time.perf_counter()
     from engine.llm import LLM
 
     llm = LLM(progress=not args.quiet, **settings)
     load_s = time.perf_counter() - begin
+    raise_exceptions()
     params = _with_defaults(flags, llm, args.quiet)
     with contextlib.closing(llm.stream(prompt, params)) as outputs:
         last, times = _print(outputs, silent=args.json)

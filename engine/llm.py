@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.loading import load
 from engine.metrics import peak_rss_bytes
+from engine.progress import Progress
 from engine.request import RequestOutput, SamplingParams
 from engine.runner import Runner
 from engine.sampler import sample, top_logprobs
@@ -39,7 +39,7 @@ class LLM:
         unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
         if unknown:
             raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}; see EngineConfig")
-        self.config = EngineConfig(model=os.fspath(model), **settings)
+        self.config = EngineConfig(model=model, **settings)  # type: ignore[arg-type]
         engine = load(self.config, progress)
         self.tokenizer = engine.tokenizer
         self.max_model_len = engine.max_model_len
@@ -51,6 +51,7 @@ class LLM:
         self._scheduler = Scheduler(engine.cache, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}
+        self._changed: dict[int, Request] = {}  # what the next `step` returns
 
     @property
     def vocab_size(self) -> int:
@@ -67,66 +68,64 @@ class LLM:
 
         use_tqdm: a progress bar, on a terminal only. Raises RequestError before anything is computed.
         """
-        params = params or SamplingParams()
-        ids = self._add_all(prompts, params)
-        done: dict[int, RequestOutput] = {}
-        with (
-            self._abort_on_error(ids),
-            tqdm(total=len(ids), desc="Generating", disable=None if use_tqdm else True) as bar,
-        ):
-            while len(done) < len(ids):
-                for output in self.step():
-                    if output.finish_reason and output.request_id in ids:
-                        done[output.request_id] = output
-                        bar.update()
-        return [done[i] for i in ids]
+        requests = self._requests_for(prompts, params or SamplingParams())
+        with self._in_engine(requests), Progress(total=len(requests), desc="Generating", shown=use_tqdm) as bar:
+            while any(request.finish_reason is None for request in requests):
+                self._advance()
+                bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
+        return [request.output() for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """One answer as it grows; each output has the whole text so far, the last one a finish_reason."""
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"stream gives one answer: n must be 1, got {params.n}")
-        request_id = self.add_request(prompt, params)
-        with self._abort_on_error([request_id]):
-            finished = False
-            while not finished:
-                for output in self.step():
-                    if output.request_id == request_id:
-                        finished = output.finish_reason is not None
-                        yield output
+        request = self._request(self._one_prompt(prompt), params)
+        with self._in_engine([request]):
+            seen = request.num_prompt_tokens
+            while True:
+                # Other calls may have advanced it too.
+                while request.finish_reason is None and len(request.tokens) == seen:
+                    self._advance()
+                seen = len(request.tokens)
+                output = request.output()
+                yield output
+                if output.finish_reason is not None:
+                    return
 
     def score(self, prompts: str | list[str] | list[list[int]]) -> list[np.ndarray]:
         """Natural log-probability of every token after the first, for each prompt: float32 arrays of length n - 1."""
         requests = [
             self._request(tokens, SamplingParams(temperature=0.0, max_tokens=1), scores=[])
-            for tokens in self._tokenize_all(prompts)
+            for tokens in self._prompts(prompts)
         ]
-        for request in requests:
-            self._add(request)
-        with self._abort_on_error([request.id for request in requests]):
+        with self._in_engine(requests):
             while any(request.finish_reason is None for request in requests):
-                self.step()
+                self._advance()
         return [torch.cat([torch.empty(0), *(request.scores or [])]).numpy() for request in requests]
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request; `step` advances it. Raises RequestError if it can never be served."""
-        if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(type(i) is int for i in prompt))):
-            raise RequestError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}")
         params = params or SamplingParams()
         if params.n != 1:
             raise RequestError(f"add_request takes n = 1, got {params.n}; add the prompt n times")
-        request = self._request(self._tokenize(prompt), params)
+        request = self._request(self._one_prompt(prompt), params)
+        request.stepped = True
         self._add(request)
         return request.id
 
     def step(self) -> list[RequestOutput]:
-        """Advance the requests by one step; returns those that have a new token or ended. Empty: nothing to do."""
-        schedule = self._scheduler.schedule()
-        if not schedule.requests:
-            return []
-        logits = self._runner.forward(schedule)
-        ready = [request for request in schedule.requests if not request.num_pending]
-        return [self._commit(request, row) for request, row in zip(ready, logits, strict=True)]
+        """Advance all requests by one step; returns those of `add_request` that have a new token or ended.
+
+        A step that computes a part of a long prompt returns nothing: `has_unfinished_requests` says when to stop.
+        """
+        self._advance()
+        changed, self._changed = self._changed, {}
+        return [request.output() for request in changed.values()]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do, or to return."""
+        return bool(self._requests or self._changed)
 
     def abort(self, request_id: int) -> None:
         """End a request and free its pages; unknown and ended ones are left alone."""
@@ -149,48 +148,52 @@ class LLM:
             "peak_rss_bytes": peak_rss_bytes(),
         }
 
-    def _commit(self, request: Request, logits: torch.Tensor) -> RequestOutput:
-        """Choose the next token of a request whose tokens are all computed, and see whether it ends."""
-        params = request.params
-        request.cache_report = self._cache_report(request)
-        if request.scores is not None:
-            return self._end(request, "length")
+    def _advance(self) -> None:
+        """One step: schedule, forward, sample, commit. If it fails, what was not committed is computed again."""
+        schedule = self._scheduler.schedule()
+        if not schedule.requests:
+            return
+        logits, scores = self._runner.forward(schedule)
+        rows = iter(logits)
+        for request, count, scored in zip(schedule.requests, schedule.counts, scores, strict=True):
+            row = next(rows) if count == request.num_pending else None
+            token = None if row is None or scored is not None else self._choose(request, row)
+            self._cache.commit(request.sequence, count)
+            if scored is not None and request.scores is not None:
+                request.scores.append(scored)
+            if row is not None:
+                self._extend(request, token)
+
+    def _choose(self, request: Request, logits: torch.Tensor) -> int | None:
+        """The next token, or None for logits that are not numbers. logits [vocab_size] float32."""
         if not torch.isfinite(logits.max()):  # the maximum of a row with a NaN is NaN
-            return self._end(request, "error")
-        token = sample(logits, params, request.tokens, request.generator)
+            return None
+        token = sample(logits, request.params, request.tokens, request.generator)
+        if request.params.logprobs is not None:
+            request.logprobs.append(top_logprobs(logits, token, request.params.logprobs))
+        return token
+
+    def _extend(self, request: Request, token: int | None) -> None:
+        """Add the token to the answer of a request that is computed as far as it goes, and see whether it ends."""
+        request.cache_report = self._cache_report(request)
+        if request.stepped:
+            self._changed[request.id] = request
+        if token is None:
+            self._finish(request, "error" if request.scores is None else "length")
+            return
         request.tokens.append(token)
-        if params.logprobs is not None:
-            request.logprobs.append(top_logprobs(logits, token, params.logprobs))
-        if token in request.eos_ids:
-            return self._end(request, "stop")
+        ended = token in request.eos_ids
+        full = len(request.tokens) - request.num_prompt_tokens == request.max_tokens
         if request.detokenizer is not None:
-            request.text += request.detokenizer.push(token)
-            if self._stopped(request):
-                return self._end(request, "stop")
-        if len(request.tokens) - request.num_prompt_tokens == request.max_tokens:
-            return self._end(request, "length")
-        return request.output()
+            text = "" if ended else request.detokenizer.push(token)
+            # At the end, bytes that never became a character come out as replacement characters.
+            ended |= request.extend_text(text + request.detokenizer.flush() if ended or full else text)
+        if ended or full:
+            self._finish(request, "stop" if ended else "length")
 
-    def _stopped(self, request: Request) -> bool:
-        """Cut the text at the first stop string, or note how much of it cannot be part of one any more."""
-        stops = request.params.stop
-        # A stop string can begin no earlier than its length before what was shown.
-        found = [at for at in (request.text.find(stop, request.shown) for stop in stops) if at >= 0]
-        if found:
-            request.text = request.text[: min(found)]
-            return True
-        held = max((_overlap(request.text[request.shown :], stop) for stop in stops), default=0)
-        request.shown = len(request.text) - held
-        return False
-
-    def _end(self, request: Request, reason: str) -> RequestOutput:
-        if request.detokenizer is not None and reason != "error":
-            end = request.detokenizer.flush()
-            if not request.params.stop or reason == "length":
-                request.text += end
+    def _finish(self, request: Request, reason: str) -> None:
         self._scheduler.finish(request, reason)
         del self._requests[request.id]
-        return request.output()
 
     def _cache_report(self, request: Request) -> dict[str, int]:
         tokens = request.sequence.length
@@ -200,26 +203,34 @@ class LLM:
             "full_bytes": tokens * self._cache.config.token_bytes,
         }
 
-    def _tokenize_all(self, prompts: Any) -> list[list[int]]:
+    def _prompts(self, prompts: Any) -> list[list[int]]:
         if isinstance(prompts, str):
             prompts = [prompts]
         if not isinstance(prompts, list) or not prompts or any(type(prompt) is int for prompt in prompts):
             raise RequestError("prompts must be a text, a list of texts, or a list of token-id lists")
-        return [self._tokenize(prompt) for prompt in prompts]
+        return [self._one_prompt(prompt) for prompt in prompts]
 
-    def _tokenize(self, prompt: Prompt) -> list[int]:
+    def _one_prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("a text prompt needs the tokenizer; skip_tokenizer_init is set: give token ids")
             return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, list) or not all(
-            type(i) is int and 0 <= i < self._model.config.vocab_size for i in prompt
-        ):
-            raise RequestError(f"token ids must be integers from 0 to {self._model.config.vocab_size - 1}")
+        if not isinstance(prompt, list):
+            raise RequestError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}")
+        if not all(type(i) is int and 0 <= i < self.vocab_size for i in prompt):
+            raise RequestError(f"token ids must be integers from 0 to {self.vocab_size - 1}")
         return list(prompt)
+
+    def _requests_for(self, prompts: Any, params: SamplingParams) -> list[Request]:
+        """A request for every answer to every prompt; none is in the engine yet."""
+        seeds = [None if params.seed is None else (params.seed + i) % 2**63 for i in range(params.n)]
+        every = [replace(params, n=1, seed=seed) for seed in seeds]
+        return [self._request(list(tokens), own) for tokens in self._prompts(prompts) for own in every]
 
     def _request(self, tokens: list[int], params: SamplingParams, scores: list[torch.Tensor] | None = None) -> Request:
         length = len(tokens)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need the tokenizer; skip_tokenizer_init is set")
         if not tokens:
             raise RequestError("the prompt is empty, and this model has no BOS token to begin with")
         longest = self.max_model_len if scores is not None else self.max_model_len - 1
@@ -233,7 +244,7 @@ class LLM:
         generator = None
         if params.temperature > 0:
             generator = torch.Generator().manual_seed(
-                params.seed if params.seed is not None else self.config.seed * 1_000_003 + request_id
+                params.seed if params.seed is not None else (self.config.seed * 1_000_003 + request_id) % 2**63
             )
         request = Request(
             id=request_id,
@@ -260,27 +271,13 @@ class LLM:
         self._requests[request.id] = request
         self._scheduler.add(request)
 
-    def _add_all(self, prompts: Any, params: SamplingParams) -> list[int]:
-        """Queue every prompt n times; nothing is queued if one of them is refused."""
-        requests = []
-        for tokens in self._tokenize_all(prompts):
-            for i in range(params.n):
-                seed = None if params.seed is None else params.seed + i
-                requests.append(self._request(list(tokens), replace(params, n=1, seed=seed)))
-        for request in requests:
-            self._add(request)
-        return [request.id for request in requests]
-
     @contextlib.contextmanager
-    def _abort_on_error(self, request_ids: list[int]) -> Iterator[None]:
-        """Whatever ends the block early (Ctrl-C, a generator that is closed), its requests leave the engine."""
+    def _in_engine(self, requests: list[Request]) -> Iterator[None]:
+        """Whatever ends the block early (Ctrl-C, a generator that is closed), the requests leave the engine."""
         try:
+            for request in requests:
+                self._add(request)
             yield
         finally:
-            for request_id in request_ids:
-                self.abort(request_id)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that is a beginning of the stop string."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+            for request in requests:
+                self.abort(request.id)

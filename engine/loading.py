@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import kernels
 from engine.config import EngineConfig
 from engine.errors import TokenizerError
 from engine.metrics import free_memory_bytes
+from engine.progress import Progress
 from engine.tokenizer import Tokenizer, load_tokenizer
 from kernels.ops import Ops
 from memory import CapacityError
@@ -73,11 +73,10 @@ def load(config: EngineConfig, progress: bool) -> Engine:
             page_size=config.page_size,
         )
     except ValueError as error:
-        raise CapacityError(f"kv_cache_memory is too small: {error}") from None
+        raise CapacityError(f"the KV cache is too small: {error}; use a larger --kv-cache-memory") from None
 
     def bar(names: Iterable[str]) -> Iterable[str]:
-        # disable=None: only on a terminal
-        yield from tqdm(names, desc="Loading", unit="tensor", leave=False, disable=None if progress else True)
+        yield from Progress(names, desc="Loading", unit="tensor", shown=progress)
 
     ops = kernels.load(_backend(config.backend, device))
     weights = LlamaWeights(model_config)

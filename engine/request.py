@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.config import flag
-from engine.errors import RequestError
+from engine.errors import RequestError, shown
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -41,16 +41,21 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        if len(stop) > MAX_STOPS or not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in stop):
+        stop: Any = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        texts = isinstance(stop, list | tuple) and all(
+            isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in stop
+        )
+        if not texts or len(stop) > MAX_STOPS:
             raise RequestError(f"stop must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
+        object.__setattr__(self, "stop", tuple(stop))
+        if type(self.ignore_eos) is not bool:
+            raise RequestError(f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
         self._check("max_tokens", int, 1, 1 << 30)
-        self._check("temperature", float, 0.0, 100.0)
+        self._check("temperature", float, 0, 100)
         self._check("top_p", float, math.ulp(0.0), 1.0, "above 0 up to 1")
         self._check("top_k", int, 0, 1 << 30)
-        self._check("min_p", float, 0.0, 1.0)
-        self._check("repetition_penalty", float, 0.01, 100.0)
+        self._check("min_p", float, 0, 1)
+        self._check("repetition_penalty", float, 0.01, 100)
         self._check("seed", int, 0, (1 << 63) - 1, optional=True)
         self._check("logprobs", int, 0, 20, optional=True)
         self._check("n", int, 1, 16)
@@ -63,7 +68,7 @@ class SamplingParams:
         # Written as "accept only if", so that NaN is refused.
         if not (number and (kind is float or isinstance(value, int)) and least <= value <= most):
             noun = "an integer" if kind is int else "a number"
-            raise RequestError(f"{name} must be {noun} {text or f'from {least:g} to {most:g}'}, got {value!r}")
+            raise RequestError(f"{name} must be {noun} {text or f'from {least} to {most}'}, got {shown(value)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Turns a schedule into tensors, runs the model over the cache, and returns the logits that are wanted."""
+"""Turns a schedule into tensors, runs the model over the cache, and returns what is wanted of the logits."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ class Runner:
         self.scale = model.config.head_dim**-0.5
 
     @torch.inference_mode()
-    def forward(self, schedule: Schedule) -> Tensor:
-        """Compute the scheduled tokens and keep their K and V.
+    def forward(self, schedule: Schedule) -> tuple[Tensor, list[Tensor | None]]:
+        """Compute the scheduled tokens; their K and V are written behind the sequences' ends, which do not move: the
+        caller commits them. So a step that fails anywhere can be taken again.
 
-        Returns logits [rows, vocab_size] float32 on the CPU: a row for each request that has no token left to compute,
-        in the schedule's order. Requests that are scored get their log-probabilities.
+        Returns logits [rows, vocab_size] float32 on the CPU, a row for each request whose last token is computed, in
+        the schedule's order; and for each request that is scored the log-probabilities of the tokens that follow.
         """
         requests, counts = schedule.requests, schedule.counts
         hidden = self._hidden(schedule)
-        for request, count, rows in zip(requests, counts, hidden.split(counts), strict=True):
-            if request.scores is not None:
-                self._score(request, count, rows)
-            self.cache.commit(request.sequence, count)
-        ends = [end - 1 for end, request in zip(accumulate(counts), requests, strict=True) if not request.num_pending]
-        return self.model.logits(hidden[ends]).cpu()
+        spans = zip(requests, counts, hidden.split(counts), strict=True)
+        scores = [
+            None if request.scores is None else self._score(request, count, rows) for request, count, rows in spans
+        ]
+        ends = zip(accumulate(counts), counts, requests, strict=True)
+        ready = [end - 1 for end, count, request in ends if count == request.num_pending]
+        return self.model.logits(hidden[ready]).cpu(), scores
 
     def _hidden(self, schedule: Schedule) -> Tensor:
         """Hidden states of the scheduled tokens, [sum of counts, hidden_size]."""
@@ -64,14 +66,15 @@ class Runner:
         device = self.model.device
         return self.model.forward(torch.tensor(ids).to(device), torch.cat(positions).to(device), attention)
 
-    def _score(self, request: Request, count: int, hidden: Tensor) -> None:
-        """Append the log-probability of each following token; hidden [count, hidden_size]."""
-        assert request.scores is not None
+    def _score(self, request: Request, count: int, hidden: Tensor) -> Tensor:
+        """Log-probabilities of the tokens that follow the `count` scheduled ones; hidden [count, hidden_size]."""
         start = request.sequence.length
         following = torch.tensor(request.tokens[start + 1 : start + count + 1], device=hidden.device)
+        parts = [torch.empty(0)]
         for rows, targets in zip(
             hidden[: len(following)].split(_SCORE_ROWS), following.split(_SCORE_ROWS), strict=True
         ):
             logits = self.model.logits(rows)
             chosen = logits.gather(1, targets[:, None])[:, 0]
-            request.scores.append((chosen - logits.logsumexp(-1)).cpu())
+            parts.append((chosen - logits.logsumexp(-1)).cpu())
+        return torch.cat(parts)

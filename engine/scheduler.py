@@ -35,6 +35,7 @@ class Request:
     generator: torch.Generator | None
     detokenizer: Detokenizer | None
     scores: list[torch.Tensor] | None = None  # where given, the prompt is scored and nothing is generated
+    stepped: bool = False  # its outputs are what `LLM.step` returns
     sequence: CachedSequence = field(default_factory=CachedSequence)
     text: str = ""
     shown: int = 0  # characters of the text that cannot become part of a stop string
@@ -51,6 +52,19 @@ class Request:
         """The cache length that this request can reach: its last token is never computed."""
         return self.num_prompt_tokens + max(self.max_tokens - 1, 0)
 
+    def extend_text(self, new: str) -> bool:
+        """Add text to the answer; cut it at the first stop string and say so if there is one."""
+        self.text += new
+        stops = self.params.stop
+        # What was shown cannot be part of a stop string, so none begins there.
+        found = [at for at in (self.text.find(stop, self.shown) for stop in stops) if at >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            return True
+        held = max((_overlap(self.text[self.shown :], stop) for stop in stops), default=0)
+        self.shown = len(self.text) - held
+        return False
+
     def output(self) -> RequestOutput:
         return RequestOutput(
             prompt_token_ids=self.tokens[: self.num_prompt_tokens],
@@ -62,6 +76,11 @@ class Request:
             cache_report=self.cache_report,
             request_id=self.id,
         )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of the text that is a beginning of the stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def resolve(name: str) -> Path:
         looked.append(f"{snapshot} ({_why_not(snapshot)})")
     lines = [f"model {name!r} was not found. Looked at:", *(f"  {place}" for place in looked)]
     known = set(ALIASES) | {child.name for root in roots if root.is_dir() for child in root.iterdir() if child.is_dir()}
-    if near := difflib.get_close_matches(name, sorted(known), cutoff=0.5):
+    if near := difflib.get_close_matches(name, sorted(known - {name}), cutoff=0.5):
         lines.append(f"Names near it: {', '.join(near)}")
     raise ModelFormatError("\n".join([*lines, _advice(name, repository)]))
 

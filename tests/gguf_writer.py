@@ -88,3 +88,73 @@ def scalars(kind, data):
             values += [scale * (byte % 16) + low for byte in codes]
             values += [scale * (byte // 16) + low for byte in codes]
     return values
+
+
+def encode(kind, values):
+    """Bytes of numbers in a type: the nearest code in each block, with a scale that covers the block's range."""
+    values = [float(value) for value in values]
+    if kind in ("F32", "F16"):
+        return struct.pack(f"<{len(values)}{'f' if kind == 'F32' else 'e'}", *values)
+    if kind == "BF16":  # cut off, which is a legal bfloat16 too
+        return b"".join(struct.pack("<f", value)[2:] for value in values)
+    return b"".join(_encode_block(kind, values[at : at + 32]) for at in range(0, len(values), 32))
+
+
+def _encode_block(kind, values):
+    low, levels = (min(values), 15) if kind == "Q4_1" else (0.0, 7 if kind == "Q4_0" else 127)
+    reach = max(values) - low if kind == "Q4_1" else max(abs(value) for value in values)
+    scale, low = (struct.unpack("<e", struct.pack("<e", x))[0] for x in (reach / levels, low))
+    codes = [round((value - low) / scale) if scale else 0 for value in values]
+    if kind == "Q8_0":
+        return struct.pack("<e32b", scale, *(min(max(code, -127), 127) for code in codes))
+    codes = [min(max(code + 8 * (kind == "Q4_0"), 0), 15) for code in codes]
+    head = struct.pack("<ee", scale, low) if kind == "Q4_1" else struct.pack("<e", scale)
+    return head + bytes(codes[i] | codes[i + 16] << 4 for i in range(16))
+
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def llama_name(name):
+    """llama.cpp's name of a tensor of a Hugging Face checkpoint."""
+    fixed = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    if name in fixed:
+        return fixed[name]
+    _, _, layer, *part, end = name.split(".")
+    return f"blk.{layer}.{NAMES['.'.join(part)]}.{end}"
+
+
+def pair_order(heads, head_dim):
+    """Row of a Hugging Face q or k projection for each row of llama.cpp's and Meta's: pairs lie side by side."""
+    half = head_dim // 2
+    return [head * head_dim + pair + side * half for head in range(heads) for pair in range(half) for side in (0, 1)]
+
+
+def llama_tensors(weights, kind, heads, kv_heads, head_dim):
+    """(tensors for `gguf`, what they stand for as {name: nested rows}) of numpy weights in Hugging Face's layout."""
+    tensors, values = {}, {}
+    for name, weight in weights.items():
+        order = range(len(weight))
+        if "q_proj" in name or "k_proj" in name:
+            order = pair_order(heads if "q_proj" in name else kv_heads, head_dim)
+        stored = kind if weight.ndim == 2 else "F32"
+        data = encode(stored, weight[list(order)].reshape(-1).tolist())
+        tensors[llama_name(name)] = (stored, weight.shape, data)
+        flat, width = scalars(stored, data), weight.size // len(weight)
+        rows = {row: flat[i * width : (i + 1) * width] for i, row in enumerate(order)}
+        values[name] = [rows[i] if weight.ndim == 2 else rows[i][0] for i in range(len(weight))]
+    return tensors, values

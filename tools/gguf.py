@@ -64,18 +64,37 @@ class GGUF:
                 raise ModelFormatError(f"{self.path}: not a regular file")
             with self.path.open("rb") as file:
                 self.metadata, self.tensors = _Header(file, self.path).parse()
+                self._stamp = _stamp(file)
         except OSError as error:
             raise ModelFormatError(f"{self.path}: cannot be read: {error.strerror}") from None
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """Tensor `name` as float32 of its shape. KeyError if there is none, ModelFormatError if it is cut short."""
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
+        """Tensor `name` as float32 of its shape, or rows [begin, end) of a matrix.
+
+        KeyError if there is none, ModelFormatError if the file is not what it was when it was opened.
+        """
         tensor = self.tensors[name]
+        rows, *rest = tensor.shape
+        end = rows if end is None else end
+        if not rest and (begin, end) != (0, rows):
+            raise ValueError(f"{name} is a vector, which is read as a whole; got [{begin}, {end})")
+        row_bytes = tensor.nbytes // rows if rest else 0  # blocks do not cross rows
+        length = (end - begin) * row_bytes if rest else tensor.nbytes
         with self.path.open("rb") as file:
-            file.seek(tensor.offset)
-            data = file.read(tensor.nbytes)
-        if len(data) != tensor.nbytes:
+            file.seek(tensor.offset + begin * row_bytes)
+            data = file.read(length)
+            changed = _stamp(file) != self._stamp
+        if len(data) != length:
             raise ModelFormatError(f"{self.path}: ends inside tensor {name}: it was changed while being read")
-        return dequantize(data, tensor.dtype).reshape(tensor.shape)
+        if changed:
+            raise ModelFormatError(f"{self.path}: the file changed while tensor {name} was read")
+        return dequantize(data, tensor.dtype).reshape(end - begin, *rest)
+
+
+def _stamp(file: BinaryIO) -> tuple[int, int, int]:
+    """What changes when a file does: its size, time of change, and number (when another one was put in its place)."""
+    stat = os.fstat(file.fileno())
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def dequantize(data: bytes, dtype: str) -> NDArray[np.float32]:
@@ -172,7 +191,9 @@ class _Header:
         return [byte == 1 for byte in data]
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-        if self.take(4, "magic") != b"GGUF":
+        if (magic := self.take(4, "magic")) != b"GGUF":
+            if magic == b"vers":
+                self.fail("not a GGUF file: it may be a Git LFS pointer, run `git lfs pull`")
             self.fail("not a GGUF file: it does not start with the letters GGUF")
         version = self.number("<I", "version")
         if version not in (2, 3):
