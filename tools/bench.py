@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.cli import run
+from models.errors import ConfigError
+
 
 def buddy(args: argparse.Namespace) -> dict[str, Any]:
     """Nanoseconds per call of the buddy allocator. Plain Python: --threads has no effect here."""
@@ -41,7 +44,7 @@ def _beside_peer(args: argparse.Namespace, measurement: str) -> dict[str, Any]:
     longest = max(args.context) + bench_llm.DECODE_TOKENS * (args.repeats + 1) + 1
     llm = LLM(args.model, dtype=args.dtype, threads=args.threads, skip_tokenizer_init=True)
     if longest > llm.max_model_len:
-        raise SystemExit(f"error: {longest} tokens are needed, the model's context is {llm.max_model_len}")
+        raise ConfigError(f"{longest} tokens are needed, the model's context is {llm.max_model_len}")
     peer = bench_llm.Peer(args.peer_python, args.model, args.dtype, args.threads) if args.peer_python else None
     try:
         rows = getattr(bench_llm, measurement)(llm, peer, args.context, args.repeats, args.seed)
@@ -139,4 +142,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)
