@@ -64,7 +64,8 @@ def test_bench_buddy():
 
 
 def test_code_lines_are_neither_comments_nor_docstrings():
-    source = '"""Doc\n\nstring."""\n\n# comment\nx = (\n    1,  # one\n)\n\n\ndef f():\n    """Doc."""\n    return """a\nb"""\n'
+    source = '"""Doc\n\nstring."""\n\n# comment\nx = (\n    1,  # one\n)\n'
+    source += '\n\ndef f():\n    """Doc."""\n    return """a\nb"""\n'
     assert code_lines(source) == 6  # x = ( ... ) is three, f two, and the string's second line one
 
 
