@@ -143,17 +143,19 @@ def decode_attention(
     lse: Tensor | None = None,
 ) -> Tensor:
     keys, values = _tokens(k_cache), _tokens(v_cache)
-    num_kv_heads, head_dim = keys.shape[0], q.shape[-1]
+    queries = (q.float() * scale).view(plan.num_decodes, keys.shape[0], -1, q.shape[-1])
     outputs = []
-    for b in range(plan.num_decodes):
-        pieces = plan.pieces[b]
-        query = q[b].view(num_kv_heads, -1, head_dim).float() * scale
-        scores = _cat([query @ chunk.transpose(1, 2) for piece in pieces for chunk in _float_chunks(keys, piece)])
-        weights = scores.softmax(-1).to(values.dtype).split([count for _, count in pieces], dim=-1)
-        parts = [w @ values[:, start : start + count] for w, (start, count) in zip(weights, pieces, strict=True)]
-        outputs.append(sum(parts[1:], start=parts[0]).view(1, -1, head_dim))
+    for b, (query, pieces) in enumerate(zip(queries, plan.pieces, strict=False)):  # the prefill chunks come after
+        scores = _cat([torch.bmm(query, chunk.mT) for piece in pieces for chunk in _float_chunks(keys, piece)])
+        weights = scores.softmax(-1).to(values.dtype)
+        parts = []
+        seen = 0
+        for start, count in pieces:
+            parts.append(torch.bmm(weights.narrow(-1, seen, count), values.narrow(1, start, count)))
+            seen += count
+        outputs.append(sum(parts[1:], start=parts[0]).view(1, *q.shape[1:]))
         if logits is not None:
-            logits[b, :, : scores.shape[-1]] = scores.flatten(0, 1) * math.log2(math.e)
+            logits[b, :, :seen] = scores.flatten(0, 1) * math.log2(math.e)
         if lse is not None:
             lse[b] = scores.logsumexp(-1).flatten() * math.log2(math.e)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -162,8 +164,7 @@ def decode_attention(
 def _float_chunks(keys: Tensor, piece: tuple[int, int]) -> list[Tensor]:
     """The piece's keys in float32: with bfloat16 operands torch rounds q.k itself to 8 bits, and is slower. In chunks,
     so that the copies stay small however long the piece is."""
-    start, count = piece
-    keys = keys[:, start : start + count]
+    keys = keys.narrow(1, *piece)
     if keys.dtype == torch.float32:
         return [keys]
     return [chunk.float() for chunk in keys.split(max(1, _CHUNK_ELEMENTS // (keys.shape[0] * keys.shape[2])), dim=1)]
