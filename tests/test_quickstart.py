@@ -74,7 +74,8 @@ def test_a_python_without_venv_is_named_with_its_fix(machine, monkeypatch, capsy
 
 def test_a_fresh_clone_is_set_up_and_the_second_run_installs_nothing(machine, capsys):
     assert quickstart.main([]) == 0
-    assert machine.commands[0] == f"python3 -m venv --clear {quickstart.VENV}"
+    # "python" where the tests run in the very environment that this would make
+    assert machine.commands[0].split(" ", 1)[1] == f"-m venv --clear {quickstart.VENV}"
     assert torch_commands(machine) == ["torch==2.13.0+cpu"]
     assert machine.commands[2].endswith("-e .[hf]")
     assert machine.commands[3] == "python -m tools.get_demo_model"

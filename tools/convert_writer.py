@@ -87,7 +87,7 @@ def write_folder(
 
     Raises ModelFormatError if a source turns out damaged or a value is not finite in `dtype`; OSError.
     """
-    from tqdm import tqdm
+    from engine.progress import Progress
 
     write_json(outdir / "config.json", {**plan.config, "torch_dtype": dtype})
     for name, content in plan.files.items():
@@ -97,8 +97,7 @@ def write_folder(
             write_json(outdir / name, content)
     shards = _shards(plan.weights, dtype, shard_bytes)
     weight_map: dict[str, str] = {}
-    quiet = not (progress and sys.stderr.isatty())
-    with tqdm(total=len(plan.weights), desc="Converting", unit="tensor", disable=quiet, file=sys.stderr) as bar:
+    with Progress(total=len(plan.weights), desc="Converting", unit="tensor", shown=progress) as bar:
         for number, shard in enumerate(shards, 1):
             file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             _write_safetensors(outdir / file, shard, dtype, plan.source, bar.update)

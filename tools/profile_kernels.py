@@ -33,6 +33,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from engine.progress import Progress
+
 TARGETS = "sm_80,sm_86,sm_89,sm_90,sm_100,gfx942"
 GPUS = {  # target -> name: (bytes/s, multiprocessors, clock in Hz, 16-bit tensor flops/s); the vendors' figures
     "sm_80": {"A100": (2039e9, 108, 1.41e9, 312e12)},
@@ -380,16 +382,13 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         sys.exit("TRITON_INTERPRET is set: there is nothing to compile in the interpreter")
     work = [(*case, target) for target in arguments.targets.split(",") for case in manifest()]
-    if sys.stderr.isatty():
-        from tqdm import tqdm
-
-        work = tqdm(work, desc="compiling", file=sys.stderr)
     # Whether Triton compiles or interprets is fixed when it is imported: hence another process.
     command = [sys.executable, "-m", "tools.profile_kernels", "--count-traffic"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     traffic = json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
     not_counted = {"traffic_ratio": None, "l2_ratio": None}  # the merge alone: decode_attention has both its kernels
-    rows = [row | traffic.get(row["kernel"], not_counted) for row in (profile(*job) for job in work)]
+    compiled = [profile(*job) for job in Progress(work, desc="Compiling", shown=True)]
+    rows = [row | traffic.get(row["kernel"], not_counted) for row in compiled]
     if arguments.json:
         print(json.dumps({"rows": rows}))
     else:
