@@ -50,4 +50,21 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    if name == "LLM":
+        _check_kernels()
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def _check_kernels() -> None:
+    """That `kernels` is ours: the Hugging Face Hub's package has the same name, and whichever is first is imported."""
+    try:
+        importlib.import_module("kernels.ops")
+    except ModuleNotFoundError as error:
+        if error.name == "kernels.ops":
+            found = importlib.import_module("kernels").__file__
+            raise ModuleNotFoundError(
+                f"the package kernels at {found} is not Isotherm's: another one of that name is before it on sys.path; "
+                "give Isotherm an environment of its own",
+                name="kernels.ops",
+            ) from None
+        raise

@@ -9,9 +9,16 @@ exit_at_once()  # before the other imports take their time
 import importlib
 import sys
 
+from engine.arguments import command_hint
 from engine.cli import run
 
-COMMANDS = {"generate": "complete a prompt"}
+COMMANDS = {
+    "generate": "complete a prompt",
+    "chat": "talk with a model in the terminal",
+    "models": "list the models that are found",
+    "doctor": "what this machine has, what is missing for what, and whether a model can be loaded",
+    "completion": "print a completion script for bash or zsh",
+}
 
 
 def dispatch(argv: list[str] | None = None) -> int:
@@ -20,6 +27,8 @@ def dispatch(argv: list[str] | None = None) -> int:
         return int(importlib.import_module(f"engine.{argv[0]}").main(argv[1:]))
     lines = ["usage: isotherm <command> [options]", "", *(f"  {name:10} {text}" for name, text in COMMANDS.items())]
     wanted = bool(argv) and argv[0] in ("-h", "--help")
+    if argv and not wanted:
+        lines.append(command_hint(argv[0], COMMANDS))
     print("\n".join(lines), file=sys.stdout if wanted else sys.stderr)
     return 0 if wanted else 2
 

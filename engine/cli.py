@@ -7,13 +7,20 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from engine.config import EngineConfig
 from engine.errors import RequestError, TokenizerError
+from engine.request import RequestOutput, SamplingParams
 from engine.signals import exit_at_once
 from memory.errors import CapacityError
 from models.errors import ConfigError, ModelFormatError
+from models.resolve import resolve
+
+# What generation_config.json may set, where no flag does.
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # The most specific class first; 0 is success, 2 also argparse's own, 130 and 143 end by SIGINT and SIGTERM.
 EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
@@ -29,19 +36,84 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 )
 
 
-def add_flags(parser: argparse._ActionsContainer, config: type[Any]) -> None:
-    """A flag for every field of the dataclass that `engine.config.flag` made; absent flags leave no attribute."""
+def add_flags(parser: argparse._ActionsContainer, config: type[Any], **defaults: Any) -> None:
+    """A flag for every field of the dataclass that `engine.config.flag` made; absent flags leave no attribute.
+
+    defaults: what the help says in place of the fields' own.
+    """
     for field in dataclasses.fields(config):
-        if field.metadata:
-            parser.add_argument(
-                f"--{field.name.replace('_', '-')}",
-                *field.metadata["names"],
-                dest=field.name,
-                type=_argument(field.metadata["parse"]),
-                default=argparse.SUPPRESS,
-                metavar=field.metadata["metavar"] or field.name.rsplit("_", 1)[-1].upper(),
-                help=field.metadata["help"].replace("%(default)s", str(field.default)),
-            )
+        if not field.metadata:
+            continue
+        options: dict[str, Any] = {
+            "type": _argument(field.metadata["parse"]),
+            "metavar": field.metadata["metavar"] or field.name.rsplit("_", 1)[-1].upper(),
+        }
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            *field.metadata["names"],
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=field.metadata["help"].replace("%(default)s", str(defaults.get(field.name, field.default))),
+            **({"action": "store_true"} if field.metadata["parse"] is bool else options),
+        )
+
+
+def add_run_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """The flags of every command that loads a model and lets it answer."""
+    parser.add_argument("-m", "--model", required=True, help="name or directory, as smollm2-135m or ./my-model")
+    add_flags(parser.add_argument_group("answer"), SamplingParams, **defaults)
+    answer = parser.add_argument_group("ending")
+    answer.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    answer.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    add_flags(parser.add_argument_group("engine"), EngineConfig)
+    parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
+
+
+def run_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of SamplingParams and of EngineConfig that were given, checked before the seconds that torch takes to
+    import and a model to load."""
+    sampling = given(args, SamplingParams) | {"stop": tuple(args.stop)}
+    SamplingParams(**sampling)
+    settings = given(args, EngineConfig)
+    settings.pop("seed", None)  # the answer's seed
+    EngineConfig(**settings)
+    resolve(args.model)
+    return sampling, settings
+
+
+def with_defaults(flags: dict[str, Any], generation_config: dict[str, Any], quiet: bool) -> SamplingParams:
+    """The flags over the checkpoint's generation_config.json, which is said."""
+    found = {key: generation_config.get(key) for key in _SAMPLING_DEFAULTS}
+    defaults = {key: value for key, value in found.items() if value is not None and key not in flags}
+    if generation_config.get("do_sample") is False and "temperature" not in flags:
+        defaults["temperature"] = 0.0
+    if defaults and not quiet:
+        print("generation_config.json: " + ", ".join(f"{k} {v}" for k, v in defaults.items()), file=sys.stderr)
+    return SamplingParams(**(defaults | flags))
+
+
+def show(outputs: Iterable[RequestOutput], write: Callable[[str], Any]) -> tuple[RequestOutput | None, list[float]]:
+    """Write the text as it grows; returns the last output and the times of the call and of each token."""
+    times = [time.perf_counter()]
+    shown = 0
+    last = None
+    for last in outputs:
+        times.append(time.perf_counter())
+        if len(last.text) > shown:
+            write(last.text[shown:])
+            shown = len(last.text)
+    return last, times
+
+
+def rates(times: list[float], prompt_tokens: int) -> dict[str, Any]:
+    """What the times that `show` returned say, where there is a token: ttft_s, prefill_tok_s, decode_tok_s."""
+    ttft = times[1] - times[0]
+    steps = len(times) - 2  # a token each, after the first
+    return {
+        "ttft_s": ttft,
+        "prefill_tok_s": prompt_tokens / ttft,
+        "decode_tok_s": steps / (times[-1] - times[1]) if steps else None,
+    }
 
 
 def given(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:

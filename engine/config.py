@@ -15,11 +15,13 @@ from models.errors import ConfigError
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-# Settings of the compressed tiers and of quantised weights, which this version does not have: refused, never ignored.
-_NOT_YET = (
-    "quantization", "kv_budget", "recall", "cold_format", "host_cache_size", "flash_cache_dir", "flash_cache_size",
-    "preset", "profile", "scorer",
-)  # fmt: skip
+# Settings that this version does not have, and what they belong to: refused by name, never ignored.
+_TIERS = "the compressed tiers of the KV cache"
+NOT_YET = {
+    "quantization": "quantised weights",
+    **dict.fromkeys(("kv_budget", "recall", "cold_format", "preset", "profile", "scorer"), _TIERS),
+    **dict.fromkeys(("host_cache_size", "flash_cache_dir", "flash_cache_size"), _TIERS),
+}
 
 
 def parse_size(text: str | int) -> int:
@@ -42,7 +44,8 @@ def parse_json_object(text: str) -> dict[str, Any]:
 
 
 def flag(default: Any, help: str, *names: str, parse: Callable[[str], Any] = str, metavar: str | None = None) -> Any:
-    """A dataclass field that is also a command-line flag; `names` are its spellings beside --the-field-name."""
+    """A dataclass field that is also a command-line flag; `names` are its spellings beside --the-field-name. One whose
+    `parse` is bool takes no value."""
     return field(default=default, metadata={"help": help, "names": names, "parse": parse, "metavar": metavar})
 
 
@@ -79,6 +82,7 @@ class EngineConfig:
     threads: int | None = flag(
         None, "CPU threads (default: half of the hardware threads, which come two to a core)", parse=int, metavar="N"
     )
+    check_tensors: bool = flag(False, "refuse weights that are NaN or infinite, by name", parse=bool)
     seed: int = 0  # where a request has none of its own
     enable_prefix_caching: bool = True
     quantization: None = None
@@ -102,10 +106,12 @@ class EngineConfig:
             default = self.__dataclass_fields__[name].default
             if not accepts(value) and not (value is None and default is None):
                 raise ConfigError(f"{name} must be {wanted}, got {shown(value)}")
-        for name in _NOT_YET:
+        for name, part in NOT_YET.items():
             value, default = getattr(self, name), self.__dataclass_fields__[name].default
             if value != default:
-                raise ConfigError(f"{name} {shown(value)} is not available in this version: leave it {default!r}")
+                raise ConfigError(
+                    f"{name} {shown(value)} is not available in this version: leave it {default!r} ({part} come later)"
+                )
 
 
 def _path(value: Any) -> bool:
@@ -127,6 +133,7 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tokenizer": ("a path", _path),
     "skip_tokenizer_init": _one_of(True, False),
     "enable_prefix_caching": _one_of(True, False),
+    "check_tensors": _one_of(True, False),
     "dtype": _one_of("auto", "float32", "bfloat16", "float16"),
     "device": ("auto, cpu, cuda or cuda:N", lambda value: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)))),
     "backend": _one_of("auto", "torch", "triton"),

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
+from models.errors import shown
 
-def shown(value: object) -> str:
-    """A value for a message, short whatever it is: Python refuses to print integers of thousands of digits."""
-    try:
-        text = repr(value)
-    except ValueError:
-        text = f"{type(value).__name__} of very many digits"
-    return text if len(text) <= 80 else text[:77] + "..."
+__all__ = ["RequestError", "TokenizerError", "shown"]
 
 
 class TokenizerError(ValueError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Generator, Iterator
@@ -21,6 +22,7 @@ from engine.request import RequestOutput, SamplingParams
 from engine.runner import Runner
 from engine.sampler import sample, top_logprobs
 from engine.scheduler import Request, Scheduler
+from engine.templates import ChatTemplate, Message, find_template
 from engine.tokenizer import Detokenizer
 from memory import CapacityError
 from models.errors import ConfigError
@@ -32,7 +34,8 @@ class LLM:
     """A model, its cache and the requests in flight. One thread at a time; several `LLM`s may live in one process."""
 
     def __init__(self, model: str | os.PathLike[str], *, progress: bool = False, **settings: Any) -> None:
-        """Load a model. `settings` are the fields of `EngineConfig`; progress: a bar on stderr, on a terminal only.
+        """Load a model. `settings` are the fields of `EngineConfig`; progress: bars on stderr, on a terminal only,
+        while it loads and while `stream` reads a long prompt.
 
         Raises ConfigError, ModelFormatError, TokenizerError, or CapacityError where model and cache do not fit.
         """
@@ -41,6 +44,8 @@ class LLM:
             raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}; see EngineConfig")
         self.config = EngineConfig(model=model, **settings)  # type: ignore[arg-type]
         engine = load(self.config, progress)
+        self._progress = progress
+        self._num_failed = 0
         self.tokenizer = engine.tokenizer
         self.max_model_len = engine.max_model_len
         self.generation_config = engine.generation_config
@@ -81,7 +86,48 @@ class LLM:
         if params.n != 1:
             raise RequestError(f"stream gives one answer: n must be 1, got {params.n}")
         request = self._request(self._one_prompt(prompt), params)
+        yield from self._stream(request)
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """How `chat` makes prompts: the checkpoint's own template, until another is assigned."""
+        if self.tokenizer is None:
+            raise RequestError("chat needs the tokenizer; skip_tokenizer_init is set")
+        return ChatTemplate(find_template(self.config), self.tokenizer)
+
+    def chat(self, messages: list[Message], params: SamplingParams | None = None) -> RequestOutput:
+        """The answer to a conversation: {"role": "user", "content": "Hello"} and so on, in turn, the last a user's.
+
+        Raises RequestError for messages that are no conversation, ConfigError where there is no template for them.
+        """
+        *_, last = self.stream_chat(messages, params)
+        return last
+
+    def stream_chat(
+        self, messages: list[Message] | list[int], params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
+        """`chat` as the answer grows: an output after every step, so that the first may have no token yet.
+
+        messages may also be what `chat_template.encode` made of them.
+        """
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise RequestError(f"chat gives one answer: n must be 1, got {params.n}")
+        template = self.chat_template
+        prompt: Any = messages
+        if not (isinstance(messages, list) and messages and type(messages[0]) is int):
+            prompt = template.encode(prompt)
+        request = self._request(self._one_prompt(prompt), params)
+        if not params.ignore_eos:
+            request.eos_ids |= template.end_ids
+        yield from self._stream(request, every_step=True)
+
+    def _stream(self, request: Request, every_step: bool = False) -> Generator[RequestOutput, None, None]:
+        """Its outputs, one for every token; with every_step also while the prompt is read."""
         with self._in_engine([request]):
+            for _ in self._read_prompt(request):
+                if every_step:
+                    yield request.output()
             seen = request.num_prompt_tokens
             while True:
                 # Other calls may have advanced it too.
@@ -92,6 +138,16 @@ class LLM:
                 yield output
                 if output.finish_reason is not None:
                     return
+
+    def _read_prompt(self, request: Request) -> Iterator[None]:
+        """Advance a request to its first token, with a bar where that takes over a second; yields between steps."""
+        total = request.num_prompt_tokens
+        with Progress(total=total, desc="Reading", unit="token", delay=1.0, shown=self._progress) as bar:
+            while request.finish_reason is None and len(request.tokens) == total:
+                self._advance()
+                bar.update(request.sequence.length - bar.n)
+                if request.finish_reason is None and len(request.tokens) == total:
+                    yield
 
     def score(self, prompts: str | list[str] | list[list[int]]) -> list[np.ndarray]:
         """Natural log-probability of every token after the first, for each prompt: float32 arrays of length n - 1."""
@@ -138,6 +194,7 @@ class LLM:
         return {
             "num_requests_running": len(self._scheduler.running),
             "num_requests_waiting": len(self._scheduler.waiting),
+            "num_requests_failed": self._num_failed,  # that ended with finish_reason "error"
             "weights_bytes": self._model.nbytes,
             "kv_resident_bytes": self._cache.resident_bytes,
             "kv_capacity_bytes": self._cache.capacity_bytes,
@@ -192,6 +249,7 @@ class LLM:
             self._finish(request, "stop" if ended else "length")
 
     def _finish(self, request: Request, reason: str) -> None:
+        self._num_failed += reason == "error"
         self._scheduler.finish(request, reason)
         del self._requests[request.id]
 

@@ -22,10 +22,12 @@ from kernels.ops import Ops
 from memory import CapacityError
 from memory.cache import KVCache
 from memory.config import CacheConfig
+from models.checkpoint import TensorInfo, open_checkpoint
 from models.errors import ConfigError
+from models.files import read_object
 from models.llama.config import LlamaConfig, token_ids
 from models.llama.model import Llama, LlamaWeights
-from models.loader import TensorInfo, load_weights, open_checkpoint, read_object
+from models.loader import check_fit, load_weights
 from models.resolve import resolve
 
 log = logging.getLogger("isotherm")
@@ -62,6 +64,8 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, path, model_config)
     eos_ids = model_config.eos_token_ids + token_ids(generation.get("eos_token_id"), "eos_token_id")
     tensors = open_checkpoint(path)
+    weights = LlamaWeights(model_config)
+    check_fit(weights, tensors)
     capacity = _cache_bytes(config, model_config, tensors, max_model_len, device, dtype)
     try:
         cache_config = CacheConfig(
@@ -79,8 +83,7 @@ def load(config: EngineConfig, progress: bool) -> Engine:
         yield from Progress(names, desc="Loading", unit="tensor", shown=progress)
 
     ops = kernels.load(_backend(config.backend, device))
-    weights = LlamaWeights(model_config)
-    load_weights(weights, tensors, dtype, device, bar)
+    load_weights(weights, tensors, dtype, device, bar, config.check_tensors)
     return Engine(
         model=Llama(model_config, weights, ops, max_model_len),
         cache=KVCache(cache_config, dtype, device),
@@ -160,6 +163,11 @@ def _backend(name: str, device: torch.device) -> str:
 
 def _max_model_len(config: EngineConfig, model: LlamaConfig) -> int:
     wanted = config.max_model_len or model.context_length
+    if model.sliding_window and wanted > model.sliding_window:
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the model's sliding_window of {model.sliding_window} tokens; its "
+            "attention over longer texts is not computed in this version"
+        )
     if wanted > model.context_length:
         raise ConfigError(
             f"max_model_len {wanted} is more than the model's context of {model.context_length} tokens; a longer one "

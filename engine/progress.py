@@ -1,6 +1,8 @@
-"""Progress bars, on a terminal only."""
+"""Progress bars, on a terminal only, and on none that says it is dumb. They have no colours, so NO_COLOR is kept."""
 
 from __future__ import annotations
+
+import os
 
 from tqdm import tqdm
 
@@ -12,4 +14,8 @@ class Progress(tqdm):  # type: ignore[misc]
 
     def __init__(self, *args: object, shown: bool, **options: object) -> None:
         # disable=None is tqdm's "unless this is a terminal".
+        shown = shown and os.environ.get("TERM") != "dumb"
         super().__init__(*args, disable=None if shown else True, leave=False, **options)
+        columns = getattr(self, "ncols", None)
+        if columns is not None and columns <= 0:
+            self.ncols, self.nrows = 79, 24  # a terminal that does not know its size, where tqdm would draw nothing

@@ -5,18 +5,26 @@ Text that looks like a control token ("</s>", "<|im_end|>") is encoded as text: 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.errors import TokenizerError
+from engine.errors import RequestError, TokenizerError, shown
 from models.errors import ModelFormatError
-from models.loader import read_object
+from models.files import read_bytes, read_object
+
+log = logging.getLogger("isotherm")
+
+MAX_BYTES = 256 << 20  # of a tokenizer's file; the largest known has some 35 MB
 
 INCOMPLETE = "\ufffd"  # what decoders write for bytes that are no character (yet)
 
 
+_APART = "\ue000"  # of the private use area: spelled in bytes, which are merged with nothing
 # Llama 3's own tokenizer.model: lines of a base64 token and its rank.
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n")
 
@@ -32,7 +40,12 @@ class Tokenizer(Protocol):
     def eos_ids(self) -> tuple[int, ...]: ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, BOS first where the model wants one. Raises TokenizerError for lone surrogates."""
+        """Token ids of a text, BOS first where the model wants one.
+
+        Raises RequestError for lone surrogates and for characters that the vocabulary would drop: what a model reads
+        is what was asked, and a warning would not reach the caller of a server. Where the vocabulary has a token for
+        the unknown, as the model was trained with, that is used and a warning is logged once.
+        """
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -40,77 +53,207 @@ class Tokenizer(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that a fine-tuned model has beside its trained vocabulary; a special one is no text."""
+
+    id: int
+    content: str
+    special: bool
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a model directory, or of a file. Raises TokenizerError naming what was looked for."""
-    directory = path if path.is_dir() else path.parent
-    settings: dict[str, Any] = {}
-    if (directory / "tokenizer_config.json").is_file():
-        try:
-            settings = read_object(directory / "tokenizer_config.json")
-        except ModelFormatError as error:
-            raise TokenizerError(str(error)) from None
-    kinds: dict[str, Callable[[Path, dict[str, Any]], Tokenizer]] = {
+    kinds: dict[str, Callable[[Path, dict[str, Any], list[AddedToken]], Tokenizer]] = {
         ".model": SentencePieceTokenizer,
         ".json": JsonTokenizer,
     }
-    for suffix, kind in kinds.items():
-        file = path / f"tokenizer{suffix}" if path.is_dir() else path
-        if file.is_file() and file.suffix == suffix:
-            return kind(file, settings)
+    directory = path if path.is_dir() else path.parent
+    try:
+        settings = _optional(directory / "tokenizer_config.json")
+        added = _added_tokens(directory, settings)
+        for suffix, kind in kinds.items():
+            file = path / f"tokenizer{suffix}" if path.is_dir() else path
+            if file.is_file() and file.suffix == suffix:
+                return kind(file, settings, added)
+    except ModelFormatError as error:
+        raise TokenizerError(str(error)) from None
     raise TokenizerError(f"{path}: no tokenizer.model (sentencepiece) and no tokenizer.json found")
 
 
-class SentencePieceTokenizer:
-    """A `tokenizer.model` of Llama 1 and 2 and their kin."""
+def _optional(file: Path) -> dict[str, Any]:
+    return read_object(file) if file.is_file() else {}
 
-    def __init__(self, file: Path, settings: dict[str, Any]) -> None:
+
+def _added_tokens(directory: Path, settings: dict[str, Any]) -> list[AddedToken]:
+    """Those of tokenizer_config.json's added_tokens_decoder, or of the older added_tokens.json, by id."""
+    found = settings.get("added_tokens_decoder")
+    if found is not None:
+        file = directory / "tokenizer_config.json"
+        entries = found.items() if isinstance(found, dict) else [("0", None)]
+        tokens = [
+            (int(i) if i.isdecimal() and len(i) < 9 else None, entry.get("content"), entry.get("special", False))
+            if isinstance(entry, dict)
+            else (None, None, None)
+            for i, entry in entries
+        ]
+    else:
+        file = directory / "added_tokens.json"
+        special = set(_special_names(settings))
+        tokens = [(i, content, content in special) for content, i in _optional(file).items()]
+    for i, content, special_flag in tokens:
+        right = type(i) is int and 0 <= i < 1 << 24 and isinstance(content, str) and content
+        if not right or type(special_flag) is not bool:
+            raise TokenizerError(
+                f"{file}: an added token needs an id, a content and may be special, got {shown(content)}"
+            )
+    return sorted((AddedToken(*token) for token in tokens), key=lambda token: token.id)
+
+
+def _special_names(settings: dict[str, Any]) -> Iterator[str]:
+    others = settings.get("additional_special_tokens")
+    named = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
+    for token in [*named, *(others if isinstance(others, list) else [])]:
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            yield content
+
+
+class SentencePieceTokenizer:
+    """A `tokenizer.model` of Llama 1 and 2 and their kin, with the tokens that a fine-tuned model added to it.
+
+    Added tokens that are not special are found in text, as Transformers does; special ones never are.
+    """
+
+    def __init__(self, file: Path, settings: dict[str, Any], added: list[AddedToken]) -> None:
         from sentencepiece import SentencePieceProcessor
 
-        data = file.read_bytes()
+        data = read_bytes(file, MAX_BYTES)
         try:
             self._model = SentencePieceProcessor(model_proto=data)
         except (RuntimeError, TypeError, ValueError) as error:
-            reason: object = error
-            if _TIKTOKEN.match(data):
-                reason = "it is a tiktoken file, use tokenizer.json"
-            elif data.startswith(b"version https://git-lfs"):
-                reason = "it is a Git LFS pointer, not the file itself: run `git lfs pull`"
+            reason = "it is a tiktoken file, use tokenizer.json" if _TIKTOKEN.match(data) else error
             raise TokenizerError(f"{file}: not a sentencepiece model: {reason}") from None
-        self.vocab_size: int = self._model.get_piece_size()
-        if self.vocab_size < 1:
+        self._num_pieces: int = self._model.get_piece_size()
+        if self._num_pieces < 1:
             raise TokenizerError(f"{file}: not a sentencepiece model: it has no pieces")
+        self._file = file
+        self.added_tokens = added
+        self.vocab_size: int = max(self._num_pieces, added[-1].id + 1 if added else 0)
         bos, eos = self._model.bos_id(), self._model.eos_id()
         self.bos_id = bos if bos >= 0 and settings.get("add_bos_token", True) else None
         self.eos_ids = (eos,) if eos >= 0 else ()
+        # id -> text, "" for special tokens. Plain pieces are often listed too; their spaces are sentencepiece's.
+        self._added = {token.id: "" if token.special else token.content for token in added if not self._is_piece(token)}
+        self._in_text = {content: i for i, content in self._added.items() if content}
+        longest_first = sorted(map(re.escape, self._in_text), key=len, reverse=True)
+        self._border = re.compile(f"({'|'.join(longest_first)})") if longest_first else None
+        self._spaced = bool(settings.get("legacy", True))  # whether text behind an added token begins with a space
+        self._warned = False
+
+    def _is_piece(self, token: AddedToken) -> bool:
+        known = token.id < self._num_pieces and self._model.id_to_piece(token.id) == token.content
+        return known and not token.special
 
     def encode(self, text: str) -> list[int]:
-        prefix = [] if self.bos_id is None else [self.bos_id]
-        ids: list[int] = self._model.encode(_checked(text)) if text else []
-        return prefix + ids
+        parts = self._border.split(_checked(text)) if self._border else [_checked(text)]
+        ids = [] if self.bos_id is None else [self.bos_id]
+        for i, part in enumerate(parts):
+            if i % 2:
+                ids.append(self._in_text[part])
+            elif part and (i == 0 or self._spaced):
+                ids += self._model.encode(part)
+            elif part:  # without the space that sentencepiece begins with: behind a character that joins no other
+                ids += self._model.encode(_APART + part)[len(self._model.encode(_APART)) :]
+        unknown = self._model.unk_id()
+        if unknown >= 0 and unknown in ids and not self._warned:
+            self._warned = _warn_unknown(self._file)
+        return ids
 
     def decode(self, ids: list[int]) -> str:
-        text: str = self._model.decode([i for i in ids if i < self.vocab_size])
-        return text
+        if not self._added:
+            text: str = self._model.decode([i for i in ids if i < self._num_pieces])
+            return text
+        parts: list[str] = []
+        run: list[int] = []
+        for i in ids:
+            content = self._added.get(i)
+            if content:
+                parts += [self._text(run, first=not parts), content]
+                run = []
+            elif content is None and i < self._num_pieces:
+                run.append(i)
+        return "".join([*parts, self._text(run, first=not parts)])
+
+    def _text(self, ids: list[int], first: bool) -> str:
+        """The first run of a text loses the space that its first piece begins with; later ones keep it."""
+        if first:
+            text: str = self._model.decode(ids)
+            return text
+        before: list[int] = self._model.encode("a")
+        return str(self._model.decode(before + ids))[len(self._model.decode(before)) :]
 
 
 class JsonTokenizer:
     """A `tokenizer.json`, read by Hugging Face's `tokenizers`."""
 
-    def __init__(self, file: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, file: Path, settings: dict[str, Any], added: list[AddedToken]) -> None:
         try:
-            from tokenizers import Tokenizer as Tokenizers
+            import tokenizers
         except ImportError:
             raise TokenizerError(f"{file}: needs the package tokenizers: pip install 'isotherm[hf]'") from None
+        self._file = file
+        data = read_bytes(file, MAX_BYTES)
+        with self._library():
+            self._model = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+            self._model.encode_special_tokens = True
+            self._model.no_truncation()
+            self._model.no_padding()
+            if getattr(self._model.model, "dropout", None) is not None:
+                self._model.model.dropout = None  # of training: it makes other ids each time
+            self._add(added)
+            vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
+            if not vocabulary:
+                raise TokenizerError(f"{file}: not a tokenizer.json: it has no tokens")
+            self.vocab_size: int = max(vocabulary.values()) + 1
+            self.bos_id = self._bos_id(settings)
+            eos = self._id(settings, "eos_token")
+            self.eos_ids = () if eos is None else (eos,)
+            unknown = getattr(self._model.model, "unk_token", None)
+            self._unknown = vocabulary.get(unknown) if isinstance(unknown, str) else None
+            stages = (self._model.pre_tokenizer, self._model.normalizer)
+            self._byte_level = any(b'"ByteLevel"' in stage.__getstate__() for stage in stages if stage is not None)
+            self._lost = bytes(byte for byte, letter in _byte_letters().items() if letter not in vocabulary)
+        self._warned = False
+
+    @contextlib.contextmanager
+    def _library(self) -> Iterator[None]:
+        """Whatever the library raises as a TokenizerError: plain Exception, and the panics of its Rust code, which are
+        none and would end the process."""
         try:
-            self._model = Tokenizers.from_str(file.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises plain Exception
-            raise TokenizerError(f"{file}: not a tokenizer.json: {error}") from None
-        self._model.encode_special_tokens = True
-        self._model.no_truncation()
-        self.vocab_size: int = self._model.get_vocab_size(with_added_tokens=True)
-        self.bos_id = self._bos_id(settings)
-        eos = self._id(settings, "eos_token")
-        self.eos_ids = () if eos is None else (eos,)
+            yield
+        except (TokenizerError, RequestError):
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise TokenizerError(f"{self._file}: not a tokenizer.json: {error}") from None
+
+    def _add(self, added: list[AddedToken]) -> None:
+        """Tokens that the config has and the file lacks, or has as plain ones."""
+        from tokenizers import AddedToken as Added
+
+        known = self._model.get_added_tokens_decoder()
+        for token in added:
+            if self._model.token_to_id(token.content) is None or (token.special and token.id not in known):
+                new = Added(token.content, special=token.special, normalized=False)
+                (self._model.add_special_tokens if token.special else self._model.add_tokens)([new])
+            found = self._model.token_to_id(token.content)
+            if found != token.id:
+                raise TokenizerError(
+                    f"{self._file}: the added token {shown(token.content)} has id {found} here and {token.id} in the "
+                    "config"
+                )
 
     def _id(self, settings: dict[str, Any], key: str) -> int | None:
         token = settings.get(key)
@@ -129,19 +272,60 @@ class JsonTokenizer:
         return template if bos is None else bos
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._model.encode(_checked(text), add_special_tokens=False).ids
+        with self._library():
+            encoding = self._model.encode(_checked(text), add_special_tokens=False)
+            at = self._first_lost(text, encoding)
+        ids: list[int] = encoding.ids
+        if at is not None:
+            raise RequestError(
+                f"{self._file} cannot spell {text[at]!r} (U+{ord(text[at]):04X}, character {at} of the text) and would "
+                "leave it out: remove or replace it"
+            )
+        if self._unknown is not None and self._unknown in ids and not self._warned:
+            self._warned = _warn_unknown(self._file)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
+    def _first_lost(self, text: str, encoding: Any) -> int | None:
+        """Where the library drops a character without a word: its vocabulary has no token for it, and none for that."""
+        if self._byte_level:
+            if not self._lost or not (lost := set(self._lost) & set(text.encode())):
+                return None
+            return next(at for at, letter in enumerate(text) if lost & set(letter.encode()))
+        if self._unknown is not None:
+            return None
+        covered = {at for begin, end in encoding.offsets for at in range(begin, end)}
+        if all(at in covered or letter.isspace() for at, letter in enumerate(text)):
+            return None
+        # Behind a character that was dropped the offsets are wrong; which one it was shows it alone.
+        return next((at for at, letter in enumerate(text) if not letter.isspace() and not self._alone(letter)), None)
+
+    def _alone(self, letter: str) -> list[int]:
+        ids: list[int] = self._model.encode(letter, add_special_tokens=False).ids
+        return ids
+
     def decode(self, ids: list[int]) -> str:
-        text: str = self._model.decode(ids, skip_special_tokens=True)
+        with self._library():
+            text: str = self._model.decode(ids, skip_special_tokens=True)
         return text
+
+
+def _byte_letters() -> dict[int, str]:
+    """The letter that stands for each byte in byte-level vocabularies (GPT-2's encoder.py)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def _warn_unknown(file: Path) -> bool:
+    log.warning("%s: the text has characters that it does not know; the model sees its token for the unknown", file)
+    return True
 
 
 def _checked(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise TokenizerError(f"the text has a lone surrogate at character {error.start}") from None
+        raise RequestError(f"the text has a lone surrogate at character {error.start}") from None
     return text
 
 

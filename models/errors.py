@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 
+def shown(value: object) -> str:
+    """A value for a message, short whatever it is: Python refuses to print integers of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        text = f"{type(value).__name__} of very many digits"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 class ModelFormatError(ValueError):
     """A model file is missing, damaged, or not what it should be; the message names the file and the reason."""
 

@@ -38,6 +38,41 @@ def _huggingface_hub() -> Path:
     return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
 
 
+def _roots() -> list[Path]:
+    """The directories whose entries are models."""
+    roots = [cache_directory() / "models"]
+    if own := os.environ.get("ISOTHERM_MODELS"):
+        roots.insert(0, _expanded(own))
+    return roots
+
+
+def places() -> list[Path]:
+    """Where `found` looks."""
+    return [*_roots(), _huggingface_hub()]
+
+
+def found() -> list[tuple[str, Path]]:
+    """Every model that `resolve` finds by name: (name, directory), in the order in which it looks."""
+    models: dict[str, Path] = {}
+    for root in _roots():
+        for child in _children(root):
+            if os.path.isfile(child / "config.json"):
+                models.setdefault(child.name, child)
+    for repository in _children(_huggingface_hub()):
+        name = repository.name.removeprefix("models--").replace("--", "/", 1)
+        snapshot = _snapshot(repository)
+        if name != repository.name and os.path.isfile(snapshot / "config.json"):
+            models.setdefault(name, snapshot)
+    return list(models.items())
+
+
+def _children(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError:
+        return []
+
+
 def resolve(name: str) -> Path:
     """The directory of a model given by path, by name in $ISOTHERM_MODELS or our cache, by alias, or by repository name
     in the Hugging Face cache; the first that exists.
@@ -45,9 +80,7 @@ def resolve(name: str) -> Path:
     Raises ModelFormatError that lists where it looked, names near it, and how to get the model.
     """
     looked = []
-    roots = [cache_directory() / "models"]
-    if own := os.environ.get("ISOTHERM_MODELS"):
-        roots.insert(0, _expanded(own))
+    roots = _roots()
     path = _expanded(name)
     for candidate in [path, *(root / name for root in roots)]:
         if os.path.isfile(candidate / "config.json"):
@@ -68,7 +101,11 @@ def resolve(name: str) -> Path:
 
 def _why_not(candidate: Path) -> str:
     if os.path.isfile(candidate):
+        if candidate.suffix == ".gguf":
+            return f"a GGUF file; convert it: python -m tools.convert {candidate} OUTDIR"
         return "a file; give the directory that holds config.json"
+    if os.path.isfile(candidate / "params.json"):
+        return f"Meta's own format; convert it: python -m tools.convert {candidate} OUTDIR"
     return "no config.json in it" if os.path.isdir(candidate) else "does not exist"
 
 

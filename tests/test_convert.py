@@ -26,8 +26,8 @@ from oracle.llama64 import load_weights, logprobs, to_float64
 
 from engine import LLM
 from engine.tokenizer import load_tokenizer
+from models.checkpoint import open_checkpoint
 from models.errors import ConfigError, ModelFormatError
-from models.loader import open_checkpoint
 from tools import convert_gguf, convert_pth, convert_writer
 from tools.convert import ConvertError, TargetTakenError, convert, main
 from tools.convert_tokenizer import VocabularyError, byte_alphabet, from_tiktoken, sentencepiece_model

@@ -17,21 +17,15 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from oracle.checkpoint import make_checkpoint, random_weights, write_safetensors, write_weights
+from oracle.checkpoint import DEFAULTS, make_checkpoint, random_weights, write_safetensors, write_weights
 
-from engine import LLM
+from engine import LLM, SamplingParams, TokenizerError
 from models import ModelFormatError
+from models.checkpoint import open_checkpoint, read_header
+from models.files import MAX_JSON_BYTES, read_json, read_object
 from models.llama.config import LlamaConfig
 from models.llama.model import LlamaWeights
-from models.loader import (
-    MAX_JSON_BYTES,
-    load_weights,
-    open_checkpoint,
-    read_header,
-    read_json,
-    read_object,
-    read_tensor,
-)
+from models.loader import load_weights, read_tensor
 from models.resolve import ALIASES, cache_directory, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -211,6 +205,9 @@ HEADERS = {
     "entry-list": (header({"a": [0, 16]}, bytes(16)), "not an object"),
     "name-parent": (header({"../a": entry(0, 16)}, bytes(16)), "not a tensor name"),
     "name-backslash": (header({"..\\a": entry(0, 16)}, bytes(16)), "not a tensor name"),
+    "name-dots": (header({"..": entry(0, 16)}, bytes(16)), "not a tensor name"),
+    "name-long": (header({"a" * 10**6: entry(0, 16)}, bytes(16)), "not a tensor name"),
+    "xet": (b"# xet version 0\nfilesize = 99\nhash = '00'\n", "Git XET pointer"),
     "name-nul": (header({"a\0b": entry(0, 16)}, bytes(16)), "not a tensor name"),
 }  # fmt: skip
 
@@ -286,16 +283,123 @@ def test_what_is_not_a_regular_file_is_refused_and_not_waited_for(tmp_path, name
         open_checkpoint(tmp_path)
 
 
-def test_links_to_files_are_followed_as_the_hugging_face_cache_has_them(tmp_path):
-    make_checkpoint(tmp_path / "blobs", tokenizer=False)
-    snapshot = tmp_path / "snapshots" / "abc"
+def hub_snapshot(root, repository="models--org--name"):
+    """A checkpoint as the Hugging Face cache has it; returns (snapshot, blobs)."""
+    blobs = root / repository / "blobs"
+    make_checkpoint(root / "made")
+    blobs.mkdir(parents=True)
+    snapshot = root / repository / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
-    for file in (tmp_path / "blobs").iterdir():
-        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
-    assert open_checkpoint(snapshot).keys() == open_checkpoint(tmp_path / "blobs").keys()
-    (tmp_path / "blobs" / "model.safetensors").unlink()
+    for i, file in enumerate((root / "made").iterdir()):
+        (snapshot / file.name).symlink_to(Path("../../blobs") / f"{i:040x}")
+        file.rename(blobs / f"{i:040x}")
+    return snapshot, blobs
+
+
+def test_links_to_blobs_are_followed_as_the_hugging_face_cache_has_them(tmp_path):
+    snapshot, blobs = hub_snapshot(tmp_path)
+    LLM(snapshot, threads=1)
+    (tmp_path / "elsewhere").symlink_to(snapshot)  # a link to the whole directory is the user's own
+    LLM(tmp_path / "elsewhere", threads=1)
+    for blob in blobs.iterdir():
+        blob.unlink()
     with pytest.raises(ModelFormatError, match=r"no model\.safetensors"):
         open_checkpoint(snapshot)
+
+
+MODEL_FILES = [
+    "config.json", "generation_config.json", "model.safetensors", "tokenizer.model", "tokenizer_config.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+@pytest.mark.parametrize("layout", ["plain", "snapshots", "hub-other-place", "hub-other-model"])
+def test_a_link_that_leads_out_of_the_model_directory_is_refused(tmp_path, name, layout):
+    """Also in what only looks like the Hugging Face cache, and in that cache to any place but the model's own blobs."""
+    if layout == "plain":
+        directory, outside = tmp_path / "model", tmp_path / "secret"
+        make_checkpoint(directory)
+    else:
+        repository = "name" if layout == "snapshots" else "models--org--name"
+        directory, blobs = hub_snapshot(tmp_path, repository)
+        outside = {
+            "snapshots": blobs / "x", "hub-other-place": blobs.parent / "x",
+            "hub-other-model": tmp_path / "models--org--other" / "blobs" / "x",
+        }[layout]  # fmt: skip
+        if layout == "snapshots":  # no link of this directory may leave it: files instead
+            for file in list(directory.iterdir()):
+                data = file.read_bytes()
+                file.unlink()
+                file.write_bytes(data)
+        outside.parent.mkdir(parents=True, exist_ok=True)
+    outside.write_bytes((directory / name).read_bytes())
+    (directory / name).unlink()
+    (directory / name).symlink_to(outside)
+    with pytest.raises((ModelFormatError, TokenizerError), match="leads out of the model directory") as caught:
+        LLM(directory, threads=1)
+    assert f"{directory / name}: " in str(caught.value) and str(outside) in str(caught.value)
+
+
+def test_a_link_within_the_directory_is_fine(tmp_path):
+    make_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    (tmp_path / "model.safetensors").symlink_to("weights.safetensors")
+    LLM(tmp_path, threads=1)
+
+
+POINTERS = {
+    "lfs": ("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n", "Git LFS pointer.*git lfs pull"),
+    "xet": ("# xet version 0\nfilesize = 99\nhash = '00'\n", "Git XET pointer.*git xet checkout"),
+}
+
+
+@pytest.mark.parametrize("kind", POINTERS)
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_a_pointer_in_place_of_a_file_is_named(tmp_path, name, kind):
+    make_checkpoint(tmp_path)
+    text, pattern = POINTERS[kind]
+    (tmp_path / name).write_text(text)
+    with pytest.raises((ModelFormatError, TokenizerError), match=pattern) as caught:
+        LLM(tmp_path, threads=1)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_json_file_over_16_mb_is_refused(tmp_path, name):
+    make_checkpoint(tmp_path)
+    with (tmp_path / name).open("ab") as file:
+        file.truncate(1 << 40)  # sparse
+    with pytest.raises((ModelFormatError, TokenizerError), match=f"{name}: larger than 16 MB"):
+        LLM(tmp_path, threads=1)
+
+
+def test_an_index_over_16_mb_is_refused(tmp_path):
+    make_checkpoint(tmp_path, shards=2)
+    with (tmp_path / "model.safetensors.index.json").open("ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ModelFormatError, match=r"index\.json: larger than 16 MB"):
+        LLM(tmp_path, threads=1)
+
+
+def test_an_index_that_maps_a_tensor_twice_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}'
+    )
+    with pytest.raises(ModelFormatError, match=r"index\.json: duplicate key 'a'"):
+        open_checkpoint(tmp_path)
+
+
+def test_code_of_a_model_directory_is_never_run(tmp_path):
+    config = make_checkpoint(tmp_path)
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model", "AutoTokenizer": "evil.T"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mark = f"open({str(tmp_path / 'executed')!r}, 'w')\n"
+    for name in ("evil", "modeling_llama", "configuration_llama", "tokenization_llama", "__init__", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text(mark)
+    LLM(tmp_path, threads=1).generate("a", SamplingParams(max_tokens=1))
+    done = run_python("from engine import LLM; LLM('.', threads=1)", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "executed").exists()
 
 
 BAD_SHARDS = [
@@ -489,6 +593,40 @@ def test_everything_is_checked_before_a_byte_of_weights_is_read(tmp_path, monkey
         load_into(tmp_path, config)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_check_tensors_names_all_that_are_not_finite(tmp_path, value, dtype):
+    make_checkpoint(tmp_path)
+    weights = random_weights(DEFAULTS, 0)
+    bad = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
+    for name in bad:
+        weights[name].flat[-1] = value
+    write_safetensors(tmp_path / "model.safetensors", weights, "float32" if dtype == "bfloat16" else dtype)
+    LLM(tmp_path, threads=1, dtype=dtype)  # nobody looks
+    with pytest.raises(ModelFormatError, match="NaN or infinite values: " + ", ".join(bad) + "$") as caught:
+        LLM(tmp_path, threads=1, dtype=dtype, check_tensors=True)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_check_tensors_sees_what_a_conversion_makes(tmp_path):
+    make_checkpoint(tmp_path)
+    weights = random_weights(DEFAULTS, 0)
+    weights["model.norm.weight"][3] = 70000.0
+    write_weights(tmp_path, weights)
+    LLM(tmp_path, threads=1, dtype="float32", check_tensors=True)
+    with pytest.raises(ModelFormatError, match=r"model\.norm\.weight \(finite in F32, not in float16\)"):
+        LLM(tmp_path, threads=1, dtype="float16", check_tensors=True)
+
+
+def test_a_lying_config_is_found_before_memory_is_asked_for(tmp_path):
+    """1,024 layers would need more cache than there is: what is said is that the tensors are not there."""
+    config = make_checkpoint(tmp_path)
+    config |= {"num_hidden_layers": 1024, "max_position_embeddings": 1 << 27}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match=r"tensors are missing: model\.layers\.10.* more"):
+        LLM(tmp_path, threads=1)
+
+
 # JSON files.
 
 
@@ -548,11 +686,11 @@ def test_a_file_that_changed_since_its_header_was_read(tmp_path, change):
         read_tensor(info)
 
 
-def run_python(code, *args, **variables):
+def run_python(code, *args, cwd=None, **variables):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
-        env=environment, capture_output=True, text=True, timeout=120,
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
 
@@ -568,7 +706,9 @@ def test_a_file_truncated_while_it_is_loaded_is_an_error_and_no_signal(tmp_path)
         from models import ModelFormatError
         from models.llama.config import LlamaConfig
         from models.llama.model import LlamaWeights
-        from models.loader import load_weights, open_checkpoint, read_object
+        from models.checkpoint import open_checkpoint
+        from models.files import read_object
+        from models.loader import load_weights
 
         directory = Path(sys.argv[1])
         file = directory / "model.safetensors"
@@ -614,7 +754,9 @@ def test_loading_holds_the_weights_and_one_tensor(tmp_path, dtype):
         import torch
         from models.llama.config import LlamaConfig
         from models.llama.model import LlamaWeights
-        from models.loader import load_weights, open_checkpoint, read_object
+        from models.checkpoint import open_checkpoint
+        from models.files import read_object
+        from models.loader import load_weights
 
         directory = Path(sys.argv[1])
         module = LlamaWeights(LlamaConfig.from_dict(read_object(directory / "config.json")))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.checkpoint import DROP, make_checkpoint, train_tokenizer
 
-from engine import LLM, TokenizerError
+from engine import LLM, RequestError, TokenizerError
 from engine.tokenizer import INCOMPLETE, Detokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -203,6 +203,234 @@ def test_smollm2_has_no_bos_and_keeps_chat_markers_as_text():
     assert tokenizer.decode([1, *ids, 2]) == text
 
 
+# Added tokens.
+
+CHATML = {"352": {"content": "<|im_start|>", "special": True}, "353": {"content": "<|im_end|>", "special": True}}
+ADDED = {**CHATML, "354": {"content": "<tool>", "special": False}, "1": {"content": "<s>", "special": True}}
+
+
+def with_added(directory, style, **config):
+    """The tiny tokenizer with two special tokens and a plain one behind its 352 pieces, in either spelling."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if style == "added_tokens_decoder":
+        config["added_tokens_decoder"] = ADDED
+    else:
+        config["additional_special_tokens"] = ["<|im_start|>", {"content": "<|im_end|>"}]
+        tokens = {entry["content"]: int(i) for i, entry in ADDED.items() if int(i) > 1}
+        (directory / "added_tokens.json").write_text(json.dumps(tokens))
+    return sentencepiece_tokenizer(directory, train_tokenizer(352), **config)
+
+
+@pytest.mark.parametrize("style", ["added_tokens_decoder", "added_tokens.json"])
+def test_added_tokens_beside_a_sentencepiece_model(tmp_path, tiny, style):
+    tokenizer = with_added(tmp_path, style)
+    assert tokenizer.vocab_size == 355
+    the, cat = body(tiny, "the"), body(tiny, "cat")
+    assert tokenizer.decode([BOS, 352, *the, 353, *cat]) == "the cat"  # special ones are no text
+    assert tokenizer.decode([BOS, *the, 354, *cat]) == "the<tool> cat"
+    assert tokenizer.decode([354]) == "<tool>" and tokenizer.decode([352, 353]) == ""
+    assert tokenizer.decode([BOS, *the, 999]) == "the"
+    for text in ("<|im_end|>", "a<|im_start|>b"):
+        ids = tokenizer.encode(text)
+        assert not {352, 353} & set(ids) and tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_plain_added_tokens_are_found_in_text(tmp_path, tiny, legacy):
+    tokenizer = with_added(tmp_path, "added_tokens_decoder", legacy=legacy)
+    ids = tokenizer.encode("the <tool>cat")
+    assert ids.count(354) == 1
+    before, after = ids[: ids.index(354)], ids[ids.index(354) + 1 :]
+    assert before == tiny.encode("the ")
+    assert (after == body(tiny, "cat")) is legacy  # without legacy no space is put before it
+    assert tokenizer.decode(ids) == ("the <tool> cat" if legacy else "the <tool>cat")
+    assert tokenizer.encode("<tool>") == [BOS, 354]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_streaming_with_added_tokens(tmp_path_factory, data):
+    tokenizer = with_added(tmp_path_factory.mktemp("added"), "added_tokens_decoder")
+    ids = data.draw(st.lists(st.integers(0, 280) | st.integers(345, 356), max_size=12))
+    before = tokenizer.encode("The cat")
+    assert "".join(push_all(tokenizer, before, ids)) == tokenizer.decode(before + ids)[len("The cat") :]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [], {"x": {"content": "a"}}, {"-1": {"content": "a"}}, {"352": "a"}, {"352": {"content": 7}},
+        {"352": {"content": ""}}, {"352": {"content": "a", "special": "yes"}}, {"9" * 5000: {"content": "a"}},
+        {"99999999": {"content": "a"}},
+    ],
+    ids=lambda entries: str(entries)[:40],
+)  # fmt: skip
+def test_damaged_added_tokens(tmp_path, entries):
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: an added token needs"):
+        sentencepiece_tokenizer(tmp_path, train_tokenizer(352), added_tokens_decoder=entries)
+    for token in ("352", -1, None, True, [352], 1 << 40):
+        (tmp_path / "tokenizer_config.json").write_text("{}")
+        (tmp_path / "added_tokens.json").write_text(json.dumps({"<a>": token}))
+        with pytest.raises(TokenizerError, match=r"added_tokens\.json: an added token needs"):
+            load_tokenizer(tmp_path)
+
+
+def test_an_added_token_past_the_embedding_is_an_error(tmp_path):
+    make_checkpoint(tmp_path, vocab_size=352)
+    with_added(tmp_path, "added_tokens_decoder")
+    with pytest.raises(TokenizerError, match=r"355 tokens.*352"):
+        LLM(tmp_path, threads=1)
+
+
+def test_added_tokens_that_tokenizer_json_lacks(tmp_path):
+    base = json_tokenizer(tmp_path)
+    number = base.vocab_size
+    added = {
+        str(number): {"content": "<think>", "special": True},
+        str(number + 1): {"content": "<x>", "special": False},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == number + 2
+    assert tokenizer.decode([number, *tokenizer.encode("the"), number]) == "the"
+    assert number not in tokenizer.encode("<think>") and tokenizer.encode("<x>") == [number + 1]
+    added = {str(number + 7): {"content": "<think>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    with pytest.raises(TokenizerError, match=rf"'<think>' has id {number} here and {number + 7} in the config"):
+        load_tokenizer(tmp_path)
+
+
+# tokenizer.json in the forms of Llama 3 and of Mistral: built here, for their files are not at hand.
+
+
+def save_json(model, directory, **config):
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(directory)
+
+
+def test_the_form_of_llama_3(tmp_path):
+    """Byte-level BPE behind a regular expression, whole words first, 256 control tokens behind, BOS by a template."""
+    t = pytest.importorskip("tokenizers", reason="the extra hf is not installed")
+    alphabet = sorted(t.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {name: i for i, name in enumerate([*alphabet, "Ġt", "he", "Ġthe"])}
+    model = t.Tokenizer(
+        t.models.BPE(vocab=vocabulary, merges=[("Ġ", "t"), ("h", "e"), ("Ġt", "he")], ignore_merges=True)
+    )
+    pattern = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"
+    model.pre_tokenizer = t.pre_tokenizers.Sequence(
+        [
+            t.pre_tokenizers.Split(t.Regex(pattern), behavior="isolated"),
+            t.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    model.decoder = t.decoders.ByteLevel()
+    control = ["<|begin_of_text|>", "<|end_of_text|>", *(f"<|reserved_special_token_{i}|>" for i in range(254))]
+    model.add_special_tokens(control)
+    bos = model.token_to_id(control[0])
+    model.post_processor = t.processors.TemplateProcessing(
+        single=f"{control[0]} $A", special_tokens=[(control[0], bos)]
+    )
+    decoder = {str(bos + i): {"content": name, "special": True} for i, name in enumerate(control)}
+    tokenizer = save_json(
+        model, tmp_path, bos_token=control[0], eos_token=control[1], added_tokens_decoder=decoder,
+        tokenizer_class="PreTrainedTokenizerFast",
+    )  # fmt: skip
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (bos, (bos + 1,), bos + 256)
+    assert tokenizer.encode(" the 1234") == [bos, vocabulary["Ġthe"], *(vocabulary[c] for c in "Ġ1234")]
+    for text in ("", "the <|end_of_text|> 日本 😀\r\n\x04", "  x"):
+        ids = tokenizer.encode(text)
+        assert ids[0] == bos and ids.count(bos) == 1 and bos + 1 not in ids
+        assert tokenizer.decode([*ids, bos + 1]) == text
+
+
+def test_the_form_of_mistral(tmp_path):
+    """BPE with byte fallback that writes spaces as U+2581: the ids are sentencepiece's, for both were made from it."""
+    t = pytest.importorskip("tokenizers", reason="the extra hf is not installed")
+    spm = sentencepiece_tokenizer(tmp_path / "spm", train_tokenizer(352))
+    pieces = [spm._model.id_to_piece(i) for i in range(352)]
+    rank = {piece: i for i, piece in enumerate(pieces)}
+    merges = sorted(
+        (
+            (rank[piece], (piece[:cut], piece[cut:]))
+            for piece in pieces[259:]
+            for cut in range(1, len(piece))
+            if piece[:cut] in rank and piece[cut:] in rank
+        ),
+    )
+    model = t.Tokenizer(
+        t.models.BPE(
+            vocab=rank, merges=[pair for _, pair in merges], unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        )
+    )
+    model.normalizer = t.normalizers.Sequence([t.normalizers.Prepend("▁"), t.normalizers.Replace(" ", "▁")])
+    model.decoder = t.decoders.Sequence(
+        [
+            t.decoders.Replace("▁", " "), t.decoders.ByteFallback(), t.decoders.Fuse(), t.decoders.Strip(" ", 1, 0),
+        ]
+    )  # fmt: skip
+    model.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer = save_json(
+        model,
+        tmp_path / "json",
+        bos_token="<s>",
+        eos_token="</s>",
+        add_bos_token=True,
+        tokenizer_class="LlamaTokenizer",
+    )
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (BOS, (EOS,), 352)
+    for text in ("The cat sat near the stove.", "日本 😀", "  two\n\nlines", "a</s>b"):
+        assert tokenizer.encode(text) == spm.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("") == [BOS]
+
+
+# What a vocabulary cannot spell.
+
+
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason=f"no {SMOLLM2}")
+@pytest.mark.parametrize("letter", ["\x04", "\x1d", "\U00040000", "\U000bffff"], ids=ascii)
+def test_a_character_that_would_be_dropped_is_refused(letter):
+    """SmolLM2's vocabulary lacks bytes, and the library leaves them out without a word."""
+    pytest.importorskip("tokenizers", reason="the extra hf is not installed")
+    tokenizer = load_tokenizer(SMOLLM2)
+    assert letter not in tokenizer.decode(tokenizer._model.encode(f"ab{letter}c").ids)
+    with pytest.raises(RequestError, match=rf"cannot spell .*U\+{ord(letter):04X}, character 2 "):
+        tokenizer.encode(f"ab{letter}c")
+
+
+def test_every_loss_is_said(tmp_path, caplog):
+    t = pytest.importorskip("tokenizers", reason="the extra hf is not installed")
+    vocabulary = {letter: i for i, letter in enumerate("ab<>unk")}
+    dropping = save_json(t.Tokenizer(t.models.BPE(vocab=vocabulary, merges=[])), tmp_path / "dropping")
+    assert dropping.encode("aab") == [0, 0, 1]
+    with pytest.raises(RequestError, match=r"cannot spell 'é' \(U\+00E9, character 1 "):
+        dropping.encode("aéb")
+    model = t.Tokenizer(t.models.BPE(vocab={**vocabulary, "<unk>": 9}, merges=[], unk_token="<unk>"))
+    unknown = save_json(model, tmp_path / "unknown")
+    assert unknown.encode("ab") == [0, 1] and not caplog.records
+    assert unknown.encode("aéb") == unknown.encode("aèb") == [0, 9, 1]
+    assert len(caplog.records) == 1 and "does not know" in caplog.text
+
+
+def test_sentencepiece_without_byte_fallback_says_what_it_does_not_know(tmp_path, caplog):
+    import io
+
+    import sentencepiece
+    from oracle.checkpoint import TEXT
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.splitlines()), model_writer=model, model_type="bpe", vocab_size=120, minloglevel=2
+    )
+    tokenizer = sentencepiece_tokenizer(tmp_path, model.getvalue())
+    tokenizer.encode("The cat")
+    assert not caplog.records
+    assert 0 in tokenizer.encode("日本") and 0 in tokenizer.encode("中")
+    assert len(caplog.records) == 1 and "does not know" in caplog.text
+
+
 # Round trip. sentencepiece writes a space as U+2581, so that this one character comes back as a space.
 
 
@@ -244,7 +472,7 @@ def all_kinds(tmp_path_factory, tiny):
 @pytest.mark.parametrize("text", ["\ud800", "ok then \udfff", "\ud83d not a pair"])
 def test_lone_surrogate(tmp_path, tiny, text):
     for tokenizer in kinds(tmp_path, tiny).values():
-        with pytest.raises(TokenizerError, match="surrogate"):
+        with pytest.raises(RequestError, match="surrogate"):
             tokenizer.encode(text)
 
 

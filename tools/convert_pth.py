@@ -47,7 +47,7 @@ def plan_pth(directory: Path, context_length: int | None = None) -> Plan:
 
     Raises ModelFormatError if the files are not that, or do not fit together; ConvertError if torch is too old.
     """
-    from models.loader import read_object
+    from models.files import read_object
 
     where = directory / "params.json"
     params = read_object(where)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.errors import ConfigError
+from models.errors import ConfigError, shown
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -90,6 +90,9 @@ class LlamaConfig:
         _check_architecture(raw)
         heads = _integer(raw, "num_attention_heads", 1, 1024)
         hidden = _integer(raw, "hidden_size", 1, 1 << 20)
+        mistral = "MistralForCausalLM" in _architectures(raw)
+        if mistral:  # Transformers' defaults where a key is missing; null says something else
+            raw = {"num_key_value_heads": 8, "sliding_window": 4096, **raw}
         kv_heads = _integer(raw, "num_key_value_heads", 1, heads, default=heads)
         if heads % kv_heads:
             raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
@@ -104,12 +107,12 @@ class LlamaConfig:
         theta, own_scaling = _rope(raw)
         act = raw.get("hidden_act", "silu")
         if act not in ("silu", "swish"):
-            raise ConfigError(f"hidden_act must be silu, got {act!r}")
+            raise ConfigError(f"hidden_act must be silu, got {shown(act)}")
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
         if dtype not in DTYPES:
-            raise ConfigError(f"torch_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+            raise ConfigError(f"torch_dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
         # Llama checkpoints may carry the key; only Mistral's attention has a window.
-        window = raw.get("sliding_window") if "MistralForCausalLM" in _architectures(raw) else None
+        window = raw.get("sliding_window") if mistral else None
         return cls(
             vocab_size=_integer(raw, "vocab_size", 1, 1 << 24),
             hidden_size=hidden,
@@ -135,8 +138,8 @@ class LlamaConfig:
 def token_ids(value: Any, key: str) -> tuple[int, ...]:
     """A token id, a list of them, or null, as a tuple. Raises ConfigError."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(type(i) is int and 0 <= i < 1 << 24 for i in ids):
-        raise ConfigError(f"{key} must be a token id or a list of token ids, got {value!r}")
+    if len(ids) > 256 or not all(type(i) is int and 0 <= i < 1 << 24 for i in ids):
+        raise ConfigError(f"{key} must be a token id or a list of token ids, got {shown(value)}")
     return tuple(ids)
 
 
@@ -151,12 +154,12 @@ def _check_architecture(raw: Mapping[str, Any]) -> None:
     names = _architectures(raw)
     if not (names and names[0] in ARCHITECTURES):
         got = raw.get("architectures") or raw.get("model_type")
-        raise ConfigError(f"architecture {got!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        raise ConfigError(f"architecture {shown(got)} is not supported; supported: {', '.join(ARCHITECTURES)}")
     if raw.get("quantization_config") is not None:
         method = raw["quantization_config"]
         method = method.get("quant_method", method) if isinstance(method, dict) else method
         raise ConfigError(
-            f"quantization_config {method!r} is not supported; use the model's float16 or bfloat16 checkpoint"
+            f"quantization_config {shown(method)} is not supported; use the model's float16 or bfloat16 checkpoint"
         )
 
 
@@ -165,7 +168,7 @@ def _integer(raw: Mapping[str, Any], key: str, least: int, greatest: int, defaul
     if value is None:
         value = default
     if type(value) is not int or not least <= value <= greatest:
-        raise ConfigError(f"{key} must be an integer from {least} to {greatest}, got {value!r}")
+        raise ConfigError(f"{key} must be an integer from {least} to {greatest}, got {shown(value)}")
     return value
 
 
@@ -175,7 +178,7 @@ def _number(raw: Mapping[str, Any], key: str, least: float, greatest: float, def
         value = default
     # Written as "accept only if", so that NaN is refused.
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= greatest:
-        raise ConfigError(f"{key} must be a number from {least:g} to {greatest:g}, got {value!r}")
+        raise ConfigError(f"{key} must be a number from {least:g} to {greatest:g}, got {shown(value)}")
     return float(value)
 
 
@@ -184,40 +187,56 @@ def _flag(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
     if value is None:
         value = default
     if type(value) is not bool:
-        raise ConfigError(f"{key} must be true or false, got {value!r}")
+        raise ConfigError(f"{key} must be true or false, got {shown(value)}")
     return value
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
-    """(rope_theta, raw scaling): Transformers 4 keeps both at the top level, 5 in `rope_parameters`."""
-    parameters = raw.get("rope_parameters")
-    if parameters is None:
-        parameters = {}
-    if not isinstance(parameters, dict):
-        raise ConfigError(f"rope_parameters must be an object, got {parameters!r}")
-    if "rope_theta" in parameters and raw.get("rope_theta") not in (None, parameters["rope_theta"]):
-        raise ConfigError(
-            f"rope_theta is {raw['rope_theta']!r} at the top level and {parameters['rope_theta']!r} in rope_parameters"
-        )
-    theta = _number({**raw, **parameters}, "rope_theta", 2.0, 1e12, default=10000.0)
-    scaling = raw.get("rope_scaling")
-    if scaling is None and parameters:
-        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
-    return theta, scaling
+    """(rope_theta, raw scaling). Transformers 4 keeps the base at the top level and the scaling in `rope_scaling`, 5
+    keeps both in `rope_parameters`, which it also reads from `rope_scaling`; what is said twice must agree."""
+    places = {
+        "the top level": raw,
+        "rope_parameters": raw.get("rope_parameters"),
+        "rope_scaling": raw.get("rope_scaling"),
+    }
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(places[name], Mapping | None):
+            raise ConfigError(f"{name} must be an object, got {shown(places[name])}")
+    found = {
+        name: place["rope_theta"]
+        for name, place in places.items()
+        if place is not None and place.get("rope_theta") is not None
+    }
+    theta = 10000.0
+    for name, value in found.items():
+        theta = _number({"rope_theta": value}, "rope_theta", 2.0, 1e12)
+        first = next(iter(found))
+        if value != found[first]:
+            raise ConfigError(f"rope_theta is {shown(found[first])} at {first} and {shown(value)} in {name}")
+    for place in places.values():
+        if place is not None and place.get("partial_rotary_factor") not in (None, 1):
+            raise ConfigError(f"partial_rotary_factor must be 1, got {shown(place['partial_rotary_factor'])}")
+    own, newer = (
+        {key: value for key, value in (place or {}).items() if key not in ("rope_theta", "partial_rotary_factor")}
+        for place in (places["rope_scaling"], places["rope_parameters"])
+    )
+    if own and newer and _rope_scaling(own, 1) != _rope_scaling(newer, 1):
+        raise ConfigError(f"rope_scaling {shown(own)} and rope_parameters {shown(newer)} do not agree")
+    return theta, own or newer
 
 
 def _rope_scaling(raw: Mapping[str, Any] | None, context: int) -> RopeScaling | None:
     if raw is None or raw == {}:
         return None
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"rope_scaling must be an object, got {raw!r}")
+        raise ConfigError(f"rope_scaling must be an object, got {shown(raw)}")
     kind = raw.get("rope_type", raw.get("type"))
     if "rope_type" in raw and "type" in raw and raw["rope_type"] != raw["type"]:
-        raise ConfigError(f"rope_scaling has type {raw['type']!r} and rope_type {raw['rope_type']!r}")
+        raise ConfigError(f"rope_scaling has type {shown(raw['type'])} and rope_type {shown(raw['rope_type'])}")
     if kind == "default":
         return None
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
-        raise ConfigError(f"rope_scaling's rope_type must be one of {', '.join(_ROPE_KEYS)}, got {kind!r}")
+        raise ConfigError(f"rope_scaling's rope_type must be one of {', '.join(_ROPE_KEYS)}, got {shown(kind)}")
     values = {key: _number(raw, key, low, high) for key, (low, high) in _ROPE_KEYS[kind].items()}
     for key, (low, high) in _ROPE_OPTIONAL.get(kind, {}).items():
         if raw.get(key) is not None:

@@ -1,0 +1,161 @@
+"""Token ids for chat prompts: control tokens where the template has them, and nowhere else.
+
+A prompt comes in parts, ids of control tokens and texts between them:
+
+    [1, "user\\nWhat does <|im_end|> mean?", 2, "\\n", 1, "assistant\\n"]
+
+Texts are encoded as Hugging Face encodes them between parsed control tokens, except that a text which spells a control
+token stays a text. Two ways lead a text to a control token in the libraries, and both are closed here: added tokens
+that the checkpoint does not call special, and user-defined pieces of sentencepiece. Of these, what looks like a marker
+("<|im_start|>", "[INST]") counts as control token; the others (runs of spaces, added words) are text like all text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator
+from typing import Protocol
+
+from engine.tokenizer import _APART as APART
+from engine.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
+
+_MARKER = re.compile(r"<.+>|\[.+\]|\{.+\}", re.DOTALL)
+_CONTROL, _USER_DEFINED = 3, 4  # sentencepiece's types of pieces
+
+
+class ChatEncoder(Protocol):
+    """control_tokens: their ids by their text."""
+
+    control_tokens: dict[str, int]
+
+    def encode(self, parts: list[str | int], spaced: bool | None = None) -> list[int]:
+        """Token ids of the parts, with no BOS but theirs. spaced: whether every text begins with sentencepiece's
+        leading space; None as the checkpoint says. Raises RequestError for what the tokenizer cannot spell."""
+        ...
+
+
+def chat_encoder(tokenizer: Tokenizer) -> ChatEncoder:
+    """The encoder for the chat prompts of a loaded tokenizer."""
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return _SentencePieceEncoder(tokenizer)
+    assert isinstance(tokenizer, JsonTokenizer), type(tokenizer)
+    return _JsonEncoder(tokenizer)
+
+
+class _SentencePieceEncoder:
+    """Encodes with a copy of the model in which markers are control pieces, which sentencepiece never finds in text."""
+
+    def __init__(self, tokenizer: SentencePieceTokenizer) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self._tokenizer = tokenizer
+        model = tokenizer._model
+        data, markers = _without_markers(model.serialized_model_proto())
+        self._model = SentencePieceProcessor(model_proto=data) if markers else model
+        unusual = [i for i in range(model.get_piece_size()) if model.is_control(i) or model.is_unknown(i)]
+        self.control_tokens: dict[str, int] = {model.id_to_piece(i): i for i in unusual}
+        self.control_tokens |= {marker: model.piece_to_id(marker) for marker in markers}
+        for token in tokenizer.added_tokens:
+            if token.special or (_MARKER.fullmatch(token.content) and not tokenizer._is_piece(token)):
+                self.control_tokens[token.content] = token.id
+        words = {text: i for i, text in tokenizer._added.items() if text and text not in self.control_tokens}
+        longest_first = sorted(map(re.escape, words), key=len, reverse=True)
+        self._words = words
+        self._border = re.compile(f"({'|'.join(longest_first)})") if words else None
+
+    def encode(self, parts: list[str | int], spaced: bool | None = None) -> list[int]:
+        spaced = self._tokenizer._spaced if spaced is None else spaced
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            for i, text in enumerate(self._border.split(part) if self._border else [part]):
+                if i % 2:
+                    ids.append(self._words[text])
+                elif text:
+                    ids += self._text(text, spaced or not ids)
+        return ids
+
+    def _text(self, text: str, spaced: bool) -> list[int]:
+        if spaced:
+            ids: list[int] = self._model.encode(text)
+            return ids
+        return list(self._model.encode(APART + text)[len(self._model.encode(APART)) :])
+
+
+class _JsonEncoder:
+    """Encodes the whole prompt at once, with an alias in place of each control token, so that the library itself deals
+    with what surrounds a token (leading spaces, stripping). The aliases belong to a copy of the tokenizer to which
+    every control token is text; a random number keeps them out of any text."""
+
+    def __init__(self, tokenizer: JsonTokenizer) -> None:
+        import tokenizers
+
+        self._tokenizer = tokenizer
+        added = tokenizer._model.get_added_tokens_decoder()
+        self.control_tokens: dict[str, int] = {
+            token.content: i for i, token in added.items() if token.special or _MARKER.fullmatch(token.content)
+        }
+        described = json.loads(tokenizer._model.to_str())
+        for token in described["added_tokens"]:
+            token["special"] = token["content"] in self.control_tokens
+        self._model = tokenizers.Tokenizer.from_str(json.dumps(described))
+        self._model.encode_special_tokens = True
+        secret = secrets.token_hex(16)
+        self._aliases = {i: f"\ufdd0{secret}.{i}\ufdd1" for i in self.control_tokens.values()}
+        flags = ("single_word", "lstrip", "rstrip", "normalized")
+        aliases = [
+            tokenizers.AddedToken(alias, special=False, **{flag: getattr(added[i], flag) for flag in flags})
+            for i, alias in self._aliases.items()
+        ]
+        self._model.add_tokens(aliases)
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        self._ids = {vocabulary[alias]: i for i, alias in self._aliases.items()}
+
+    def encode(self, parts: list[str | int], spaced: bool | None = None) -> list[int]:
+        self._tokenizer.encode("".join(part for part in parts if isinstance(part, str)))  # refuses what it cannot spell
+        text = "".join(self._aliases[part] if isinstance(part, int) else part for part in parts)
+        return [self._ids.get(i, i) for i in self._model.encode(text, add_special_tokens=False).ids]
+
+
+def _without_markers(data: bytes) -> tuple[bytes, list[str]]:
+    """A sentencepiece model whose user-defined pieces that look like markers are control pieces; and those pieces."""
+    plain, markers = bytearray(data), []
+    for number, start, end in _fields(data, 0, len(data)):
+        if number != 1:  # a piece: text 1, score 2, type 3
+            continue
+        fields = {number: (start, end) for number, start, end in _fields(data, start, end)}
+        text, kind = (data[slice(*fields.get(number, (0, 0)))] for number in (1, 3))
+        if kind == bytes([_USER_DEFINED]) and _MARKER.fullmatch(text.decode()):
+            plain[fields[3][0]] = _CONTROL
+            markers.append(text.decode())
+    return bytes(plain), markers
+
+
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(number, start, end) of the fields of a protobuf message, which sentencepiece itself wrote."""
+    while at < end:
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == 0:
+            stop = _varint(data, at)[1]
+        elif kind == 2:
+            size, at = _varint(data, at)
+            stop = at + size
+        else:
+            stop = at + (4 if kind == 5 else 8)
+        yield key >> 3, at, stop
+        at = stop
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Its value and the place behind it."""
+    value = shift = 0
+    while True:
+        value |= (data[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 0x80:
+            return value, at

@@ -1,0 +1,92 @@
+"""The terminal of `engine.chat`: lines in, text out, and what Ctrl-C means while an answer grows (no torch)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from engine.request import RequestOutput
+
+# C0 and C1 controls but tab and newline: to a terminal they are commands, and no text may command it.
+_CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd") | {9: "\t", 10: "\n", 13: ""}
+
+
+class Console:
+    """On a terminal with a prompt, a history and colours; else the bare lines. The history lasts as long as the
+    process: what is said is written to no file."""
+
+    def __init__(self) -> None:
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # refused as a message, not here
+        self.interactive = sys.stdin.isatty()
+        colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._dim, self._plain = ("\x1b[2m", "\x1b[0m") if colours and sys.stderr.isatty() else ("", "")
+        self._prompts = self.interactive and sys.stdout.isatty()
+        if self._prompts:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 - input() then knows the arrow keys and earlier lines
+
+    def line(self, prompt: str) -> str:
+        """The next line, without its end. Raises EOFError at the end of the input."""
+        if self._prompts:
+            return input(prompt)
+        if self.interactive:  # stdout is somewhere else
+            sys.stderr.write(prompt)
+            sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n").removesuffix("\r")
+
+    def write(self, text: str) -> None:
+        """A part of the conversation."""
+        sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        print(f"{self._dim}{text.translate(_CONTROLS)}{self._plain}", file=sys.stderr, flush=True)
+
+    def error(self, error: object) -> None:
+        print(f"error: {error}".translate(_CONTROLS), file=sys.stderr, flush=True)
+
+
+class Stop:
+    """Whether Ctrl-C was pressed."""
+
+    pressed = False
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Stop]:
+    """Ctrl-C during an answer. While the model computes it is KeyboardInterrupt, at once: that step then counts as not
+    done. Anywhere else an exception could lose pages of the cache, so it is kept for the next moment between steps."""
+    stop = Stop()
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        stop.pressed = True
+        while frame is not None:
+            if frame.f_globals.get("__name__") == "engine.runner":
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def until(stop: Stop, outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
+    """The outputs that bring a token or the end, up to Ctrl-C."""
+    try:
+        for output in outputs:
+            if output.token_ids or output.finish_reason:
+                yield output
+            if stop.pressed:
+                return
+    except KeyboardInterrupt:
+        if not stop.pressed:
+            raise

@@ -1,0 +1,233 @@
+"""`python -m engine.doctor`: what this machine has, which code paths that switches on, what is missing for what.
+
+Exit code 1 where something is wrong (said last); a missing extra is no fault, only something that is not there.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # before the other imports take their time
+    from engine.signals import exit_at_once
+
+    exit_at_once()
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+from engine.arguments import Parser
+from engine.cli import run
+from engine.errors import TokenizerError
+from engine.models import describe
+from models.errors import ConfigError, ModelFormatError
+from models.resolve import cache_directory, places, resolve
+
+# The core's packages and the oldest versions that work, as pyproject.toml has them.
+CORE = {"torch": "2.6", "safetensors": "0.4.3", "sentencepiece": "0.2", "numpy": "1.24", "tqdm": "4.60"}
+# What an extra package is for, and how to get it.
+EXTRAS = {
+    "tokenizers": ("models with a tokenizer.json", "pip install 'isotherm[hf]'"),
+    "jinja2": ("chat templates other than Llama 2's and ChatML", "pip install 'isotherm[chat]'"),
+}
+_CPU_FLAGS = ("avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
+_OURS = ("engine", "models", "memory", "kernels")
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m engine.doctor", description="Check this machine, and perhaps a model.")
+    parser.add_argument("-m", "--model", help="also check this model, without loading its weights")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    report = examine(args.model)
+    print(json.dumps(report) if args.json else _text(report))
+    return 1 if report["problems"] else 0
+
+
+def examine(model: str | None = None) -> dict[str, Any]:
+    """Everything that is known, by section; `problems` lists what is wrong, in words."""
+    problems: list[str] = []
+    report: dict[str, Any] = {"versions": _versions(problems), "packages": _own_packages(problems), "cpu": _cpu()}
+    try:
+        report |= _compute(report["versions"], problems)
+    except ImportError as error:  # said already, where the package is not there at all
+        problems.append(f"torch cannot be imported: {error}")
+    report |= {"directories": _directories(problems), "features": _features(report)}
+    if model is not None:
+        report["model"] = _model(model, problems)
+    return report | {"problems": problems}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _versions(problems: list[str]) -> dict[str, str | None]:
+    versions = {name: _version(name) for name in ("isotherm", *CORE, "triton", *EXTRAS)}
+    for name, oldest in CORE.items():
+        version = versions[name]
+        if version is None:
+            problems.append(f"the package {name} is missing: pip install '{name}>={oldest}'")
+        elif _numbers(version) < _numbers(oldest):
+            problems.append(f"{name} {version} is too old: pip install '{name}>={oldest}'")
+    return {"python": platform.python_version(), "platform": platform.platform(), **versions}
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
+
+
+def _own_packages(problems: list[str]) -> dict[str, str | None]:
+    """Where our packages come from. Their names are common ones (the Hub's `kernels` is another package): whichever is
+    first on sys.path is imported."""
+    home = Path(__file__).resolve().parents[1]
+    origins: dict[str, str | None] = {}
+    for name in _OURS:
+        spec = importlib.util.find_spec(name)
+        origins[name] = spec.origin if spec else None
+        if origins[name] is None or Path(str(origins[name])).resolve().parents[1] != home:
+            problems.append(f"the package {name} is imported from {origins[name]}, not from {home}: see sys.path")
+    return origins
+
+
+def _cpu() -> dict[str, Any]:
+    flags: list[str] = []
+    model = platform.processor() or platform.machine()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    if found := re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE):
+        flags = [flag for flag in _CPU_FLAGS if flag in found[1].split()]
+    if found := re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE):
+        model = found[1]
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"model": model, "usable_cpus": usable, "default_threads": max(1, usable // 2), "flags": flags}
+
+
+def _compute(versions: dict[str, str | None], problems: list[str]) -> dict[str, Any]:
+    import torch
+
+    from engine.metrics import free_memory_bytes
+
+    bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if torch.backends.mkldnn.is_available() else False
+    gpus = []
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(i)
+        free, total = torch.cuda.mem_get_info(i)
+        capability = f"sm_{properties.major}{properties.minor}"
+        gpus.append({"name": properties.name, "capability": capability, "free_bytes": free, "total_bytes": total})
+    if gpus and versions["triton"] is None:
+        problems.append("there is a GPU, and no triton for its kernels: pip install triton")
+    return {
+        "memory": {"free_bytes": free_memory_bytes(torch.device("cpu"))},
+        "gpu": {"torch_cuda": torch.version.cuda, "devices": gpus},
+        "code_paths": {
+            "device": "cuda" if gpus else "cpu",
+            "backend": "triton" if gpus else "torch",
+            "cpu_dtype": "bfloat16" if bf16 else "float32",
+            "packed_bfloat16_linear": bf16,
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        },
+    }
+
+
+def _directories(problems: list[str]) -> dict[str, Any]:
+    own = os.environ.get("ISOTHERM_MODELS")
+    if own and not os.path.isdir(os.path.expanduser(own)):
+        problems.append(f"ISOTHERM_MODELS is {own}, which is no directory")
+    cache = cache_directory()
+    existing = next(place for place in (cache, *cache.parents) if place.exists())
+    if not os.access(existing, os.W_OK):
+        problems.append(f"the cache directory {cache} cannot be written: set ISOTHERM_CACHE to one that can")
+    return {"cache": str(cache), "models": {str(place): place.is_dir() for place in places()}}
+
+
+def _features(report: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = [
+        {"feature": what, "available": report["versions"][package] is not None, "needs": f"{package}: {how}"}
+        for package, (what, how) in EXTRAS.items()
+    ]
+    gpu = bool(report.get("gpu", {}).get("devices"))
+    rows.append({"feature": "Triton kernels", "available": gpu, "needs": "an NVIDIA GPU that torch finds, and triton"})
+    return rows
+
+
+def _model(name: str, problems: list[str]) -> dict[str, Any]:
+    """Config, headers and tokenizer of a model; no weights."""
+    try:
+        path = resolve(name)
+    except ModelFormatError as error:
+        problems.append(str(error))
+        return {"name": name, "error": str(error)}
+    row = describe(name, path)
+    if row["error"] is None:
+        try:
+            row["tokenizer"] = _fit(path)
+        except (ConfigError, ModelFormatError, TokenizerError, ImportError) as error:
+            row["error"] = str(error)
+    if row["error"] is not None:
+        problems.append(row["error"])
+    return row
+
+
+def _fit(path: Path) -> dict[str, Any]:
+    """Tensors against the config, and the tokenizer against both."""
+    from engine.tokenizer import load_tokenizer
+    from models.checkpoint import open_checkpoint
+    from models.files import read_object
+    from models.llama.config import LlamaConfig
+    from models.llama.model import LlamaWeights
+    from models.loader import check_fit
+
+    config = LlamaConfig.from_dict(read_object(path / "config.json"))
+    check_fit(LlamaWeights(config), open_checkpoint(path))
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise TokenizerError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is {config.vocab_size}"
+        )
+    return {"kind": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id}
+
+
+def _text(report: dict[str, Any]) -> str:
+    """The report for people: a line a fact, indented by section."""
+    lines: list[str] = []
+
+    def add(key: str, value: Any, indent: int) -> None:
+        if isinstance(value, dict):
+            lines.append(f"{' ' * indent}{key}:")
+            for inner, content in value.items():
+                add(inner, content, indent + 2)
+        elif type(value) is int and key.endswith("_bytes"):
+            lines.append(f"{' ' * indent}{key.removesuffix('_bytes')}: {value / 1e9:.2f} GB")
+        else:
+            words = {"True": "yes", "False": "no", "None": "-"}
+            shown = ", ".join(map(str, value)) if isinstance(value, list) else words.get(str(value), str(value))
+            lines.append(f"{' ' * indent}{key}: {shown or '-'}")
+
+    for section, value in report.items():
+        if section == "features":
+            lines.append("features:")
+            for row in value:
+                state = "yes" if row["available"] else f"no, needs {row['needs']}"
+                lines.append(f"  {row['feature']}: {state}")
+        elif section != "problems":
+            add(section, value, 0)
+    lines += [f"WRONG: {problem}" for problem in report["problems"]] or ["nothing is wrong"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run(main)
