@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -75,7 +76,7 @@ def run_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     sampling = given(args, SamplingParams) | {"stop": tuple(args.stop)}
     SamplingParams(**sampling)
     settings = given(args, EngineConfig)
-    settings.pop("seed", None)  # the answer's seed
+    settings["seed"] = secrets.randbits(62)  # --seed is the answer's; without one, every run is another
     EngineConfig(**settings)
     resolve(args.model)
     return sampling, settings
@@ -149,5 +150,7 @@ def run(main: Callable[[list[str] | None], int], argv: list[str] | None = None) 
             # The interpreter flushes stdout once more at exit; let that go nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, KeyboardInterrupt | BrokenPipeError):
-            print(f"error: {error}", file=sys.stderr)
+            inactive = isinstance(error, ModuleNotFoundError) and os.path.isdir(".venv")
+            hint = ": activate the environment first, with `source .venv/bin/activate`" if inactive else ""
+            print(f"error: {error}{hint}", file=sys.stderr)
     sys.exit(code)

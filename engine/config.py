@@ -80,7 +80,7 @@ class EngineConfig:
     )
     max_num_seqs: int = flag(64, "requests computed together at most (default: %(default)s)", parse=int, metavar="N")
     threads: int | None = flag(
-        None, "CPU threads (default: half of the hardware threads, which come two to a core)", parse=int, metavar="N"
+        None, "CPU threads (default: half of the CPUs there are, since two often share a core)", parse=int, metavar="N"
     )
     check_tensors: bool = flag(False, "refuse weights that are NaN or infinite, by name", parse=bool)
     seed: int = 0  # where a request has none of its own

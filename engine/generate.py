@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps(report))
     if not args.quiet:
+        if not last.text and last.finish_reason == "stop":
+            print("the model had nothing to add; for questions and answers: python -m engine.chat", file=sys.stderr)
         print(_summary(report), file=sys.stderr)
     return 1 if last.finish_reason == "error" else 0
 
@@ -73,6 +75,8 @@ def _prompt(args: argparse.Namespace) -> str:
                 data = file.read()
         except OSError as error:
             raise RequestError(f"{args.file}: cannot be read: {error.strerror}") from None
+    if name != "--prompt":  # the newline that ends a file or an echo is not meant
+        data = data.removesuffix(b"\n").removesuffix(b"\r")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import RequestError
+from engine.errors import RequestError, shown
 from engine.loading import load
 from engine.metrics import peak_rss_bytes
 from engine.progress import Progress
@@ -73,7 +73,7 @@ class LLM:
 
         use_tqdm: a progress bar, on a terminal only. Raises RequestError before anything is computed.
         """
-        requests = self._requests_for(prompts, params or SamplingParams())
+        requests = self._requests_for(prompts, _checked(params))
         with self._in_engine(requests), Progress(total=len(requests), desc="Generating", shown=use_tqdm) as bar:
             while any(request.finish_reason is None for request in requests):
                 self._advance()
@@ -82,7 +82,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """One answer as it grows; each output has the whole text so far, the last one a finish_reason."""
-        params = params or SamplingParams()
+        params = _checked(params)
         if params.n != 1:
             raise RequestError(f"stream gives one answer: n must be 1, got {params.n}")
         request = self._request(self._one_prompt(prompt), params)
@@ -110,7 +110,7 @@ class LLM:
 
         messages may also be what `chat_template.encode` made of them.
         """
-        params = params or SamplingParams()
+        params = _checked(params)
         if params.n != 1:
             raise RequestError(f"chat gives one answer: n must be 1, got {params.n}")
         template = self.chat_template
@@ -162,7 +162,7 @@ class LLM:
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request; `step` advances it. Raises RequestError if it can never be served."""
-        params = params or SamplingParams()
+        params = _checked(params)
         if params.n != 1:
             raise RequestError(f"add_request takes n = 1, got {params.n}; add the prompt n times")
         request = self._request(self._one_prompt(prompt), params)
@@ -339,3 +339,11 @@ class LLM:
         finally:
             for request in requests:
                 self.abort(request.id)
+
+
+def _checked(params: SamplingParams | None) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be one SamplingParams for all prompts, got {shown(params)}")
+    return params

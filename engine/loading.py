@@ -158,6 +158,11 @@ def _dtype(name: str, model: LlamaConfig, device: torch.device) -> torch.dtype:
 
 
 def _backend(name: str, device: torch.device) -> str:
+    if name == "triton" and device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        raise ConfigError(
+            "backend triton needs a GPU: use --backend torch, or set TRITON_INTERPRET=1 to run its kernels, very "
+            "slowly, in Triton's interpreter"
+        )
     return name if name != "auto" else "triton" if device.type == "cuda" else "torch"
 
 

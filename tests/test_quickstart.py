@@ -79,7 +79,9 @@ def test_a_fresh_clone_is_set_up_and_the_second_run_installs_nothing(machine, ca
     assert torch_commands(machine) == ["torch==2.13.0+cpu"]
     assert machine.commands[2].endswith("-e .[hf]")
     assert machine.commands[3] == "python -m tools.get_demo_model"
-    assert machine.commands[4].startswith("python -m engine.generate --model smollm2-135m --prompt The capital of")
+    assert machine.commands[4].startswith(
+        f"python -m engine.generate --model smollm2-135m --prompt {quickstart.PROMPT}"
+    )
     assert machine.commands[4].endswith("--max-tokens 48 --temperature 0")
     assert "200 MB to download" in capsys.readouterr().out
     machine.venv, machine.versions = "3.11", {"torch": "2.13.0+cpu", "isotherm": "0.1.0"}

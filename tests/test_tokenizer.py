@@ -676,6 +676,27 @@ def test_damaged_tokenizer_json(tmp_path, text):
         load_tokenizer(tmp_path)
 
 
+def edited(directory, change):
+    """A tokenizer.json with a template, and what `change` makes of it."""
+    json_tokenizer(directory, template=True)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    change(content)
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_a_panic_of_the_library_is_a_tokenizer_error(tmp_path):
+    """It is no Exception in Python: nothing else would stop it from ending the process."""
+    directory = edited(tmp_path, lambda content: content["post_processor"].update(special_tokens={}))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        load_tokenizer(directory)
+
+
+def test_dropout_is_for_training(tmp_path):
+    tokenizer = load_tokenizer(edited(tmp_path, lambda content: content["model"].update(dropout=0.9)))
+    assert len({tuple(tokenizer.encode("the the the the")) for _ in range(20)}) == 1
+
+
 def test_tokenizer_json_that_is_not_utf8(tmp_path):
     pytest.importorskip("tokenizers", reason="the extra hf is not installed")
     (tmp_path / "tokenizer.json").write_bytes(b'{"\xff": 1}')

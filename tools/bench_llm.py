@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine import LLM, SamplingParams
+from engine import LLM, ConfigError, SamplingParams
 from models.resolve import resolve
 
 # Tokens of one timed run of decode. Both sides go on from run to run, so that no run computes a prompt.
@@ -26,16 +26,20 @@ class Peer:
     def __init__(self, python: str, model: str, dtype: str, threads: int) -> None:
         script = Path(__file__).with_name("bench_peer.py").resolve()
         command = [python, str(script), str(resolve(model).resolve()), dtype, str(threads)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tempfile.gettempdir()
-        )
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tempfile.gettempdir()
+            )
+        except OSError as error:
+            raise ConfigError(f"--peer-python {python}: cannot be run: {error.strerror}") from None
         self.version: str = self._answer()["version"]
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the peer ended with exit code {self._process.wait()}")
+            code = self._process.wait()
+            raise ConfigError(f"--peer-python: the peer ended with exit code {code}; its message is above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -44,8 +44,7 @@ GPUS = {  # target -> name: (bytes/s, multiprocessors, clock in Hz, 16-bit tenso
 ISSUE_PER_CYCLE = 4  # warp instructions that a multiprocessor starts in a cycle
 MULTIPROCESSORS = 108  # that the wrappers are told of: they decide the number of splits
 TENSOR_CORE = re.compile(r"(?<![.\w])[A-Z]+MMA\b")  # not HFMA2.MMA, which is none
-PAGE = 64
-SHORT = 64  # rows (queries * group) of a short chunk
+PAGE = SHORT = 64  # tokens of a page; rows (queries * group) of a short chunk
 
 
 class Cost(NamedTuple):
@@ -371,11 +370,13 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.profile_kernels", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.profile_kernels", description="What the kernels cost.")
     parser.add_argument("--targets", default=TARGETS, help="comma-separated (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--count-traffic", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if unknown := set(arguments.targets.split(",")) - {*TARGETS.split(","), "sm_87", "sm_120", "gfx90a"}:
+        parser.error(f"unknown targets {', '.join(sorted(unknown))}: known are {TARGETS},sm_87,sm_120,gfx90a")
     if arguments.count_traffic:
         print(json.dumps(count_traffic()))
         return

@@ -26,7 +26,7 @@ OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 6)
 CPU_TORCH = "torch==2.13.0+cpu"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-PROMPT = "The capital of France is"
+PROMPT = "Photosynthesis is the process by which"
 
 # (to download, on disk), rounded up: measured on Linux x86-64 with torch 2.13 and triton 3.9.
 SIZES = {"cpu": ("200 MB", 1.0), "cuda": ("3 GB", 6.0), "mac": ("100 MB", 0.6)}
@@ -143,6 +143,7 @@ def demo() -> None:
     run([PYTHON, "-m", "tools.get_demo_model"], "fetching the demo model failed")
     generate = ["-m", "engine.generate", "--model", "smollm2-135m", "--prompt", PROMPT]
     run([PYTHON, *generate, "--max-tokens", "48", "--temperature", "0"], "generating text failed")
+    say("\nThat is it. Next: source .venv/bin/activate, then python -m engine.chat --model smollm2-135m")
 
 
 def test() -> int:
