@@ -18,8 +18,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Protocol
 
-from engine.tokenizer import _APART as APART
-from engine.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from engine.tokenizer import APART, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 _MARKER = re.compile(r"<.+>|\[.+\]|\{.+\}", re.DOTALL)
 _CONTROL, _USER_DEFINED = 3, 4  # sentencepiece's types of pieces

@@ -22,9 +22,7 @@ log = logging.getLogger("isotherm")
 MAX_BYTES = 256 << 20  # of a tokenizer's file; the largest known has some 35 MB
 
 INCOMPLETE = "\ufffd"  # what decoders write for bytes that are no character (yet)
-
-
-_APART = "\ue000"  # of the private use area: spelled in bytes, which are merged with nothing
+APART = "\ue000"  # of the private use area: spelled in bytes, which are merged with nothing
 # Llama 3's own tokenizer.model: lines of a base64 token and its rank.
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n")
 
@@ -164,7 +162,7 @@ class SentencePieceTokenizer:
             elif part and (i == 0 or self._spaced):
                 ids += self._model.encode(part)
             elif part:  # without the space that sentencepiece begins with: behind a character that joins no other
-                ids += self._model.encode(_APART + part)[len(self._model.encode(_APART)) :]
+                ids += self._model.encode(APART + part)[len(self._model.encode(APART)) :]
         unknown = self._model.unk_id()
         if unknown >= 0 and unknown in ids and not self._warned:
             self._warned = _warn_unknown(self._file)
