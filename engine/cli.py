@@ -137,8 +137,9 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def run(main: Callable[[list[str] | None], int], argv: list[str] | None = None) -> NoReturn:
     """Run a command to its exit code: one line on stderr for a known error, none for Ctrl-C, SIGTERM, a closed pipe."""
     exit_at_once()
-    if sys.stdout is None:  # closed by the caller, who wants no output
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open as long as the process
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the caller closed it
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - it stays open as long as the process
     with contextlib.suppress(AttributeError):  # a stream of somebody else's
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:

@@ -187,6 +187,7 @@ class LLM:
         """End a request and free its pages; unknown and ended ones are left alone."""
         request = self._requests.pop(request_id, None)
         if request is not None:
+            self._changed.pop(request_id, None)
             self._scheduler.finish(request, "abort")
 
     def stats(self) -> dict[str, Any]:
@@ -206,20 +207,28 @@ class LLM:
         }
 
     def _advance(self) -> None:
-        """One step: schedule, forward, sample, commit. If it fails, what was not committed is computed again."""
+        """One step: schedule, forward, sample, commit. If it fails, requests that were not committed compute the same
+        tokens again in the next step."""
         schedule = self._scheduler.schedule()
         if not schedule.requests:
             return
         logits, scores = self._runner.forward(schedule)
         rows = iter(logits)
         for request, count, scored in zip(schedule.requests, schedule.counts, scores, strict=True):
-            row = next(rows) if count == request.num_pending else None
+            ready = count == request.num_pending
+            row = next(rows) if ready else None
             token = None if row is None or scored is not None else self._choose(request, row)
-            self._cache.commit(request.sequence, count)
-            if scored is not None and request.scores is not None:
-                request.scores.append(scored)
-            if row is not None:
-                self._extend(request, token)
+            try:
+                self._cache.commit(request.sequence, count)
+                if scored is not None and request.scores is not None:
+                    request.scores.append(scored)
+                if ready:
+                    self._extend(request, token)
+            except BaseException:
+                # Half of it may be done, and what that is worth nobody knows.
+                if request.finish_reason is None:
+                    self._finish(request, "error")
+                raise
 
     def _choose(self, request: Request, logits: torch.Tensor) -> int | None:
         """The next token, or None for logits that are not numbers. logits [vocab_size] float32."""
@@ -252,6 +261,8 @@ class LLM:
         self._num_failed += reason == "error"
         self._scheduler.finish(request, reason)
         del self._requests[request.id]
+        if request.stepped:
+            self._changed[request.id] = request
 
     def _cache_report(self, request: Request) -> dict[str, int]:
         tokens = request.sequence.length

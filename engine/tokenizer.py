@@ -135,6 +135,10 @@ class SentencePieceTokenizer:
         self._num_pieces: int = self._model.get_piece_size()
         if self._num_pieces < 1:
             raise TokenizerError(f"{file}: not a sentencepiece model: it has no pieces")
+        try:
+            self._model.id_to_piece(list(range(self._num_pieces)))
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{file}: damaged: a piece is not UTF-8: {error}") from None
         self._file = file
         self.added_tokens = added
         self.vocab_size: int = max(self._num_pieces, added[-1].id + 1 if added else 0)
@@ -331,42 +335,43 @@ class Detokenizer:
     """The text of an answer as it grows, token by token, never with half a character.
 
         prompt ... | answer ids, decoded in full | decoded, perhaps incomplete |
-                   ^ _context                    ^ _clean                      ^ end
+                   ^ 0                           ^ _clean                      ^ end
 
-    Each push decodes only the ids from `_context` on: the last ids that ended in a whole character and those after
-    them. The former give the decoder its context (a first piece loses its leading space without it).
+    Each push decodes the window only: the last ids that ended in a whole character and those after them. The former
+    give the decoder its context: at the beginning of what it decodes it leaves spaces out, so the context must hold
+    more than spaces. A push that fails changes nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt_ids[-8:])
-        self._context = 0
-        self._clean = len(self._ids)
+        self._window = list(prompt_ids[-8:])
+        self._clean = len(self._window)
         # Characters of the window's text that were returned already; of a prompt that ends in half a character, none.
-        self._shown = len(tokenizer.decode(self._ids).rstrip(INCOMPLETE))
+        self._shown = len(tokenizer.decode(self._window).rstrip(INCOMPLETE))
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes; may be none."""
-        self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids[self._context :])
+        window = [*self._window, token_id]
+        text = self._tokenizer.decode(window)
         whole = text.rstrip(INCOMPLETE)
         new = whole[self._shown :]
         if len(whole) < len(text):
-            self._shown = max(self._shown, len(whole))
-            return new
-        if not new:
+            self._window, self._shown = window, max(self._shown, len(whole))
+        elif not new:
             # A control token: as the only context it would cost the next piece its leading space. Dropped, except
             # before any text, where it may be a space that the decoder leaves out and must still see.
-            if text:
-                self._ids.pop()
-            return new
-        self._context, self._clean = self._clean, len(self._ids)
-        self._shown = len(self._tokenizer.decode(self._ids[self._context :]))
+            if not text:
+                self._window = window
+        else:
+            later = self._tokenizer.decode(window[self._clean :])
+            if later.strip():
+                window, whole = window[self._clean :], later
+            self._window, self._clean, self._shown = window, len(window), len(whole)
         return new
 
     def flush(self) -> str:
         """What is left at the end: bytes that never became a character, as replacement characters."""
-        text = self._tokenizer.decode(self._ids[self._context :])
+        text = self._tokenizer.decode(self._window)
         new = text[self._shown :]
         self._shown = len(text)
         return new

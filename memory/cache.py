@@ -109,10 +109,12 @@ class KVCache:
         starts: list[int] = []
         try:
             self._place(starts, last, missing, self.config.pages_for(length + room) - self.config.pages_for(length))
-        except OutOfUnits as error:
+        except BaseException as error:
             for start in starts:
                 self._allocator.free(start)
-            raise OutOfPages(str(error)) from None
+            if isinstance(error, OutOfUnits):
+                raise OutOfPages(str(error)) from None
+            raise
         for start in starts:
             page = self._free_pages.pop()
             self._frame_table[page] = start

@@ -82,7 +82,7 @@ def resolve(name: str) -> Path:
     looked = []
     roots = _roots()
     path = _expanded(name)
-    for candidate in [path, *(root / name for root in roots)]:
+    for candidate in dict.fromkeys([path, *(root / name for root in roots)]):
         if os.path.isfile(candidate / "config.json"):
             return candidate
         looked.append(f"{candidate} ({_why_not(candidate)})")

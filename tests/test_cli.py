@@ -528,6 +528,17 @@ def test_stdout_that_knows_few_characters(models, expected):
     assert done.stdout.endswith(b"\n") and len(done.stdout) > len(expected.text) / 2
 
 
+@pytest.mark.parametrize("redirect", ["0<&-", "2>&-"])
+@pytest.mark.parametrize("model, code", [("tiny", 0), ("nonexistent", 3)])
+def test_stdin_or_stderr_that_is_closed(models, redirect, model, code):
+    done = subprocess.run(
+        ["sh", "-c", " ".join(command("-m", model, "-p", "a", "-n", "2", *GREEDY)) + f" {redirect}"],
+        cwd=ROOT, env=environment(models), stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT,
+    )  # fmt: skip
+    assert done.returncode == code and b"Traceback" not in done.stderr, done.stderr
+    assert bool(done.stdout) == (code == 0), "an error went to stdout, or the answer did not"
+
+
 def test_stdout_that_is_closed(models):
     done = subprocess.run(
         ["sh", "-c", " ".join(command("-m", "tiny", "-p", "a", "-n", "2", *GREEDY)) + " >&-"],

@@ -1030,3 +1030,35 @@ def test_a_real_model_answers():
     llm = LLM(str(SMOLLM2), threads=1, max_model_len=256)
     output = llm.generate("The capital of France is", greedily(6))[0]
     assert "Paris" in output.text
+
+
+@pytest.mark.parametrize("nth", [0, 1, 2])
+def test_an_exception_while_a_token_is_added_ends_that_request_only(llm, monkeypatch, nth):
+    alone = llm.generate(PROMPTS[1], greedily(6))[0].token_ids
+    first, second = (llm.add_request(prompt, greedily(6)) for prompt in PROMPTS[:2])
+    original, calls = llm._cache_report, itertools.count()
+
+    def failing(request):
+        if request.id == first and next(calls) == nth:
+            raise RuntimeError("injected")
+        return original(request)
+
+    monkeypatch.setattr(llm, "_cache_report", failing)
+    done, failures = {}, 0
+    for _ in range(100):
+        try:
+            done |= {output.request_id: output for output in llm.step()}
+        except RuntimeError:
+            failures += 1
+        if not llm.has_unfinished_requests():
+            break
+    assert failures == 1 and not llm.has_unfinished_requests()
+    assert done[first].finish_reason == "error" and done[second].token_ids == alone
+    llm._cache.check([])
+
+
+def test_an_aborted_request_is_never_returned(llm):
+    added = llm.add_request(PROMPTS[0], greedily(8))
+    llm.generate(PROMPTS[1], greedily(3), use_tqdm=False)  # advances it, for the next step to return
+    llm.abort(added)
+    assert llm.step() == [] and not llm.has_unfinished_requests()

@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -721,3 +722,29 @@ def test_sentencepiece_is_preferred(tmp_path):
 def test_end_of_text_from_the_tokenizer_when_the_config_has_none(tmp_path):
     make_checkpoint(tmp_path, eos_token_id=DROP)
     assert LLM(tmp_path, threads=1)._eos_ids == {EOS}
+
+
+def test_streaming_keeps_spaces_where_the_decoder_strips_them():
+    """A model made with remove_extra_whitespaces decodes no space at the beginning, wherever a window begins."""
+    stories = Path(__file__).parents[2] / "shared/data/stories260k-hf"
+    if not stories.is_dir():
+        pytest.skip("../shared/data/stories260k-hf is not here")
+    tokenizer = load_tokenizer(stories)
+    rng = random.Random(0)
+    for prompt in ([1, 261], [1], [1, 410]):
+        for _ in range(300):
+            ids = [rng.choice([410, 410, 261, 432, 383, 286, 4, 227, 131]) for _ in range(12)]
+            stream = Detokenizer(tokenizer, prompt)
+            text = "".join(map(stream.push, ids)) + stream.flush()
+            assert text == tokenizer.decode(prompt + ids)[len(tokenizer.decode(prompt)) :], (prompt, ids)
+
+
+def test_a_push_that_fails_changes_nothing(monkeypatch):
+    tokenizer = types.SimpleNamespace(decode=lambda ids: "".join(chr(96 + i) for i in ids))
+    stream = Detokenizer(tokenizer, [1])
+    assert stream.push(2) == "b"
+    whole, tokenizer.decode = tokenizer.decode, lambda ids: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        stream.push(3)
+    tokenizer.decode = whole
+    assert stream.push(3) == "c"
