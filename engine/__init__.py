@@ -10,6 +10,7 @@ Importing this package imports nothing else; each name is imported when it is fi
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -57,14 +58,11 @@ def __getattr__(name: str) -> Any:
 
 def _check_kernels() -> None:
     """That `kernels` is ours: the Hugging Face Hub's package has the same name, and whichever is first is imported."""
-    try:
-        importlib.import_module("kernels.ops")
-    except ModuleNotFoundError as error:
-        if error.name == "kernels.ops":
-            found = importlib.import_module("kernels").__file__
-            raise ModuleNotFoundError(
-                f"the package kernels at {found} is not Isotherm's: another one of that name is before it on sys.path; "
-                "give Isotherm an environment of its own",
-                name="kernels.ops",
-            ) from None
-        raise
+    found = importlib.import_module("kernels").__file__
+    # Ours lies beside this package, installed or not.
+    if found is None or os.path.dirname(os.path.dirname(found)) != os.path.dirname(os.path.dirname(__file__)):
+        raise ModuleNotFoundError(
+            f"the package kernels at {found} is not Isotherm's: another one of that name is before it on sys.path; "
+            "give Isotherm an environment of its own",
+            name="kernels",
+        )
