@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         last, times = show(outputs, (lambda text: None) if args.json else _write)
     assert last is not None
     if not args.json:
-        sys.stdout.write("\n")
+        _write("\n")
     report = _report(llm, last, load_s, times)
     if args.json:
         print(json.dumps(report))
