@@ -24,6 +24,11 @@ NOT_YET = {
 }
 
 
+def usable_cpus() -> int:
+    """Hardware threads that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def parse_size(text: str | int) -> int:
     """Bytes of "64MiB", "8GB", "1.5g" or a plain number. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?|)b?\s*", str(text).lower())

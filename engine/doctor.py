@@ -22,6 +22,7 @@ from typing import Any
 
 from engine.arguments import Parser
 from engine.cli import run
+from engine.config import usable_cpus
 from engine.errors import TokenizerError
 from engine.models import describe
 from models.errors import ConfigError, ModelFormatError
@@ -112,7 +113,7 @@ def _cpu() -> dict[str, Any]:
         flags = [flag for flag in _CPU_FLAGS if flag in found[1].split()]
     if found := re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE):
         model = found[1]
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cpus()
     return {"model": model, "usable_cpus": usable, "default_threads": max(1, usable // 2), "flags": flags}
 
 
@@ -120,8 +121,9 @@ def _compute(versions: dict[str, str | None], problems: list[str]) -> dict[str, 
     import torch
 
     from engine.metrics import free_memory_bytes
+    from kernels.reference import cpu_computes_bfloat16
 
-    bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if torch.backends.mkldnn.is_available() else False
+    bf16 = cpu_computes_bfloat16()
     gpus = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(i)
@@ -184,7 +186,7 @@ def _model(name: str, problems: list[str]) -> dict[str, Any]:
 
 def _fit(path: Path) -> dict[str, Any]:
     """Tensors against the config, and the tokenizer against both."""
-    from engine.tokenizer import load_tokenizer
+    from engine.tokenizer import check_vocabulary, load_tokenizer
     from models.checkpoint import open_checkpoint
     from models.files import read_object
     from models.llama.config import LlamaConfig
@@ -194,10 +196,7 @@ def _fit(path: Path) -> dict[str, Any]:
     config = LlamaConfig.from_dict(read_object(path / "config.json"))
     check_fit(LlamaWeights(config), open_checkpoint(path))
     tokenizer = load_tokenizer(path)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise TokenizerError(
-            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is {config.vocab_size}"
-        )
+    check_vocabulary(tokenizer, config.vocab_size, path)
     return {"kind": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id}
 
 

@@ -242,8 +242,6 @@ class LLM:
     def _extend(self, request: Request, token: int | None) -> None:
         """Add the token to the answer of a request that is computed as far as it goes, and see whether it ends."""
         request.cache_report = self._cache_report(request)
-        if request.stepped:
-            self._changed[request.id] = request
         if token is None:
             self._finish(request, "error" if request.scores is None else "length")
             return
@@ -256,6 +254,8 @@ class LLM:
             ended |= request.extend_text(text + request.detokenizer.flush() if ended or full else text)
         if ended or full:
             self._finish(request, "stop" if ended else "length")
+        elif request.stepped:
+            self._changed[request.id] = request
 
     def _finish(self, request: Request, reason: str) -> None:
         self._num_failed += reason == "error"

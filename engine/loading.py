@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 import kernels
-from engine.config import EngineConfig
-from engine.errors import TokenizerError
+from engine.config import EngineConfig, usable_cpus
 from engine.metrics import free_memory_bytes
 from engine.progress import Progress
-from engine.tokenizer import Tokenizer, load_tokenizer
+from engine.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from kernels.ops import Ops
+from kernels.reference import cpu_computes_bfloat16
 from memory import CapacityError
 from memory.cache import KVCache
 from memory.config import CacheConfig
@@ -57,7 +57,7 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     device = _device(config.device)
     dtype = _dtype(config.dtype, model_config, device)
     if device.type == "cpu":
-        torch.set_num_threads(config.threads or max(1, _num_cpus() // 2))
+        torch.set_num_threads(config.threads or max(1, usable_cpus() // 2))
     max_model_len = _max_model_len(config, model_config)
     generation_file = path / "generation_config.json"
     generation = read_object(generation_file) if generation_file.is_file() else {}
@@ -98,10 +98,7 @@ def load(config: EngineConfig, progress: bool) -> Engine:
 def _tokenizer(config: EngineConfig, path: Path, model: LlamaConfig) -> Tokenizer:
     source = Path(config.tokenizer) if config.tokenizer else path
     tokenizer = load_tokenizer(source)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise TokenizerError(
-            f"{source}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is {model.vocab_size}"
-        )
+    check_vocabulary(tokenizer, model.vocab_size, source)
     return tokenizer
 
 
@@ -137,10 +134,6 @@ def _cache_bytes(
     return capacity
 
 
-def _num_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -152,7 +145,7 @@ def _device(name: str) -> torch.device:
 def _dtype(name: str, model: LlamaConfig, device: torch.device) -> torch.dtype:
     """auto: the checkpoint's own on a GPU; on a CPU bfloat16 where it computes in it, else float32."""
     if name == "auto" and device.type == "cpu":
-        name = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+        name = "bfloat16" if cpu_computes_bfloat16() else "float32"
     dtype: torch.dtype = getattr(torch, model.dtype if name == "auto" else name)
     return dtype
 

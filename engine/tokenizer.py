@@ -79,6 +79,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
     raise TokenizerError(f"{path}: no tokenizer.model (sentencepiece) and no tokenizer.json found")
 
 
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, source: Path) -> None:
+    """That the model has a row for every token; it may have more. Raises TokenizerError with both numbers."""
+    if tokenizer.vocab_size > vocab_size:
+        raise TokenizerError(
+            f"{source}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is {vocab_size}"
+        )
+
+
 def _optional(file: Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 

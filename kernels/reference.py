@@ -19,11 +19,15 @@ from kernels.ops import AttentionPlan
 _CHUNK_ELEMENTS = 1 << 21
 
 
+def cpu_computes_bfloat16() -> bool:
+    """Whether torch has oneDNN and this CPU has the instructions with which it multiplies in bfloat16."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def pack_linear(weight: Tensor) -> Tensor:
     """The weight in oneDNN's blocked layout where that is faster: bfloat16 on a CPU, half the time of a plain
     matrix-vector product, with bit-identical results. Other weights as they are."""
-    packable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    if packable and torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and cpu_computes_bfloat16():
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
         return packed
     return weight
