@@ -5,51 +5,23 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
+import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.config import NOT_YET
 
-_GPUS = "one device computes; several are not supported"
-_MAPPED = "weights are always read into memory of their own"
-# Flags of llama.cpp, vLLM, SGLang, LightLLM and mlx-lm: what they are called here, or why there is none.
-FOREIGN = {
-    "--n-predict": "--max-tokens", "--predict": "--max-tokens", "--max-completion-tokens": "--max-tokens",
-    "--model-path": "--model", "--model-dir": "--model", "-hf": "--model", "--hf-repo": "--model",
-    "--context-length": "--max-model-len", "--max-seq-len": "--max-model-len", "--max-kv-size": "--max-model-len",
-    "--max-req-total-len": "--max-model-len", "-t": "--threads", "--threads-batch": "--threads", "-r": "--stop",
-    "--reverse-prompt": "--stop", "--sampling-seed": "--seed", "--rope-scale": "--rope-scaling",
-    "--rope-freq-base": "--rope-scaling", "--rope-freq-scale": "--rope-scaling", "--block-size": "--page-size",
-    "--gpu-memory-utilization": "--kv-cache-memory", "--mem-fraction-static": "--kv-cache-memory",
-    "--mem-fraction": "--kv-cache-memory", "--kv-cache-memory-bytes": "--kv-cache-memory",
-    "--batch-size": "--max-num-batched-tokens", "-b": "--max-num-batched-tokens", "-ub": "--max-num-batched-tokens",
-    "--ubatch-size": "--max-num-batched-tokens", "--chunked-prefill-size": "--max-num-batched-tokens",
-    "--max-prefill-tokens": "--max-num-batched-tokens", "--parallel": "--max-num-seqs", "-np": "--max-num-seqs",
-    "--max-running-requests": "--max-num-seqs", "--tokenizer-path": "--tokenizer", "--log-disable": "--quiet",
-    "--n-gpu-layers": "--device", "--gpu-layers": "--device", "-ngl": "--device", "--attention-backend": "--backend",
-    "--load-format": "safetensors files are what is loaded; python -m tools.convert makes them of GGUF and .pth",
-    "--trust-remote-code": "code of a model directory is never run",
-    "--tensor-parallel-size": _GPUS, "--tp-size": _GPUS, "--tp": _GPUS, "-tp": _GPUS, "-sm": _GPUS, "-ts": _GPUS,
-    "--mlock": _MAPPED, "--no-mmap": _MAPPED, "--mmap": _MAPPED, "--flash-attn": "attention is always fused",
-    "-fa": "attention is always fused", "--enforce-eager": "there are no graphs to switch off",
-    "--no-display-prompt": "the prompt is never printed", "-cnv": "use the command chat", "--conversation":
-    "use the command chat", "--chat": "use the command chat", "--interactive": "use the command chat",
-}  # fmt: skip
-# Flags that stand for a setting which is not there yet; ours have the setting's own name.
-_LATER = {
-    "--kv-cache-dtype": "cold_format", "--kv-bits": "cold_format", "-ctk": "cold_format", "-ctv": "cold_format",
-    "--cache-type-k": "cold_format", "--cache-type-v": "cold_format", "--cache-ram": "host_cache_size",
-    "--kv-offloading-size": "host_cache_size", "--swap-space": "host_cache_size", "--hicache-size": "host_cache_size",
-    "--slot-save-path": "flash_cache_dir", "--prompt-cache": "flash_cache_dir",
-    **{f"--{name.replace('_', '-')}": name for name in NOT_YET},
-}  # fmt: skip
-# Commands of the same engines.
-_COMMANDS = {
-    "run": "generate", "complete": "generate", "completions": "generate", "cli": "chat", "list": "models",
-    "ls": "models", "inspect": "models", "collect-env": "doctor", "env": "doctor", "check": "doctor",
-}  # fmt: skip
-_TOOLS = {"convert": "convert", "quantize": "quantize", "bench": "bench", "benchmark": "bench"}
+
+@functools.cache
+def foreign() -> dict[str, dict[str, str]]:
+    """What people type who come from llama.cpp, vLLM, SGLang, LightLLM and mlx-lm: flags and what they are called here,
+    or why there is none; flags of settings that come later; commands."""
+    words: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("foreign.json").read_text("utf-8"))
+    words["later"] |= {f"--{name.replace('_', '-')}": name for name in NOT_YET}
+    return words
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,11 +48,10 @@ class Parser(argparse.ArgumentParser):
             return None
         if spelled in known:
             return f"unrecognized argument {flag}: use {spelled}"
-        if spelled in _LATER:
-            part = NOT_YET[_LATER[spelled]]
+        if later := foreign()["later"].get(spelled):
+            part = NOT_YET[later]
             return f"{flag} is not available in this version ({part} come later); leave it out"
-        if spelled in FOREIGN:
-            use = FOREIGN[spelled]
+        if use := foreign()["flags"].get(spelled):
             return f"unrecognized argument {flag}: {f'use {use}' if use.startswith('-') else use}"
         if not flag.startswith("--"):
             return None  # short flags joined, a negative number, or what argparse itself refuses
@@ -93,12 +64,8 @@ class Parser(argparse.ArgumentParser):
 
 def command_hint(name: str, commands: Iterable[str]) -> str:
     """One line about a command that is none of `commands`."""
-    known = sorted(commands)
     if name.startswith("-"):
         return f"error: the command comes first, as isotherm generate {name} ..."
-    if name in _TOOLS:
-        return f"error: unknown command {name!r}: use python -m tools.{_TOOLS[name]}"
-    near = [_COMMANDS[name]] if name in _COMMANDS else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if near and near[0] in known:
-        return f"error: unknown command {name!r}: did you mean {near[0]}?"
-    return f"error: unknown command {name!r}"
+    near = difflib.get_close_matches(name, sorted(commands), n=1, cutoff=0.6)
+    answer = foreign()["commands"].get(name) or (f"did you mean {near[0]}?" if near else None)
+    return f"error: unknown command {name!r}" + (f": {answer}" if answer else "")

@@ -41,15 +41,8 @@ FORMAT = "isotherm-chat-1"
 # What ends a command or a message, and not the session.
 _ERRORS = (RequestError, ConfigError, ModelFormatError, TokenizerError, CapacityError)
 
+# What /help says beside what the commands themselves do.
 HELP = '''\
-/help              this list
-/system [TEXT]     show or set the system prompt; "" is none
-/set [NAME VALUE]  show or set how answers are chosen, as /set temperature 0.7
-/clear             begin a new conversation; the system prompt stays
-/save FILE         write the conversation to a file that only you can read
-/load FILE         go on with a conversation that was saved
-/stats             tokens, speed and memory
-/exit              leave, as Ctrl-D does
 """                begin a message of several lines, up to the next """; it may begin with /
 Ctrl-C             stop the answer; what is there of it stays'''
 
@@ -69,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     flags, settings = run_settings(args)
     if args.system:
-        check_messages([{"role": "system", "content": args.system}], last="system")
+        check_messages([{"role": "system", "content": args.system}], last=("system",))
     source = find_template(EngineConfig(**settings), args.chat_template)
     from engine.llm import LLM
 
@@ -100,10 +93,8 @@ class Session:
         self.generated = 0  # tokens, and the seconds and tokens behind the first ones of their answers
         self.seconds = 0.0
         self.steps = 0
-        self.commands: dict[str, Callable[[str], None]] = {
-            "help": self._help, "system": self._system, "set": self._set, "clear": self._clear, "save": self._save,
-            "load": self._load, "stats": self._stats, "exit": self._exit, "quit": self._exit,
-        }  # fmt: skip
+        names = (name.removeprefix("do_") for name in vars(Session) if name.startswith("do_"))
+        self.commands: dict[str, Callable[[str], None]] = {name: getattr(self, f"do_{name}") for name in names}
 
     def run(self) -> None:
         """Until the input ends, or /exit."""
@@ -212,45 +203,45 @@ class Session:
                 f"prompt {len(last.prompt_token_ids)} tokens]"
             )
 
-    # Commands.
+    # The commands, by name. /help shows the beginnings of their docstrings.
 
-    def _help(self, rest: str) -> None:
-        self.console.note(HELP)
+    def do_help(self, rest: str) -> None:
+        """/help              this list"""
+        self.console.note("\n".join([*(str(do.__doc__).partition("\n")[0] for do in self.commands.values()), HELP]))
 
-    def _exit(self, rest: str) -> None:
-        raise Leave
-
-    def _clear(self, rest: str) -> None:
-        self.turns = []
-        self.console.note("a new conversation begins")
-
-    def _system(self, text: str) -> None:
+    def do_system(self, text: str) -> None:
+        """/system [TEXT]     show or set the system prompt; "" is none"""
         if text:
-            new = None if text == '""' else text
-            check_messages([{"role": "system", "content": text}], last="system")
-            self.system = new
+            check_messages([{"role": "system", "content": text}], last=("system",))
+            self.system = None if text == '""' else text
         self.console.note(f"system prompt: {self.system or 'the template decides'}")
 
-    def _set(self, rest: str) -> None:
+    def do_set(self, rest: str) -> None:
+        """/set [NAME VALUE]  show or set how answers are chosen, as /set temperature 0.7"""
         fields = {field.name: field for field in dataclasses.fields(SamplingParams) if field.metadata}
         if rest:
             name, _, value = rest.partition(" ")
             if name not in fields or not value:
                 raise RequestError(f"/set takes a name and a value; names: {', '.join(fields)}; got {shown(rest)}")
             optional = fields[name].default is None
-            parse = fields[name].metadata["parse"]
             try:
-                parsed = None if optional and value == "none" else parse(value)
+                parsed = None if optional and value == "none" else fields[name].metadata["parse"](value)
             except ValueError:
                 raise RequestError(f"{name} must be a number, got {shown(value)}") from None
             changes: dict[str, Any] = {name: parsed}
             self.params = dataclasses.replace(self.params, **changes)
         self.console.note(", ".join(f"{name} {getattr(self.params, name)}" for name in fields))
 
-    def _save(self, name: str) -> None:
+    def do_clear(self, rest: str) -> None:
+        """/clear             begin a new conversation; the system prompt stays"""
+        self.turns = []
+        self.console.note("a new conversation begins")
+
+    def do_save(self, name: str) -> None:
+        """/save FILE         write the conversation to a file that only you can read"""
         file = _file(name, "/save")
-        settings = {field.name: getattr(self.params, field.name) for field in dataclasses.fields(self.params)}
-        saved = {"format": FORMAT, "model": self.llm.config.model, "messages": self._messages(), "settings": settings}
+        saved = {"format": FORMAT, "model": self.llm.config.model, "messages": self._messages(),
+                 "settings": dataclasses.asdict(self.params)}  # fmt: skip
         try:
             if file.exists() and not file.is_file():
                 raise RequestError(f"{file}: not a regular file")
@@ -259,43 +250,49 @@ class Session:
             raise RequestError(f"{file}: cannot be written: {error.strerror}") from None
         self.console.note(f"saved {len(self.turns)} messages to {file}")
 
-    def _load(self, name: str) -> None:
+    def do_load(self, name: str) -> None:
+        """/load FILE         go on with a conversation that was saved"""
         file = Path(os.path.realpath(_file(name, "/load")))  # the user's own file: a link may lead anywhere
         saved: dict[str, Any] = read_object(file)
         if saved.get("format") != FORMAT:
             raise RequestError(f"{file}: not a saved conversation: format must be {FORMAT!r}")
-        messages: Any = saved.get("messages")
-        settings: Any = saved.get("settings")
-        if not isinstance(settings, dict):
-            raise RequestError(f"{file}: settings must be an object, got {shown(settings)}")
-        if unknown := settings.keys() - SamplingParams.__dataclass_fields__.keys():
-            raise RequestError(f"{file}: unknown settings: {', '.join(sorted(map(shown, unknown)))}")
-        params = SamplingParams(**settings)
+        try:
+            params = SamplingParams(**saved.get("settings"))  # type: ignore[arg-type]
+        except TypeError as error:
+            raise RequestError(f"{file}: settings are wrong: {error}") from None
         if params.n != 1:
             raise RequestError(f"{file}: n must be 1, got {params.n}")
-        system = None
+        messages: Any = saved.get("messages")
         if messages != []:
-            shape = messages[0] if isinstance(messages, list) and len(messages) == 1 else None
-            only_system = isinstance(shape, dict) and shape.get("role") == "system"
-            check_messages(messages, last="system" if only_system else "assistant")
-            system = messages[0]["content"] if messages[0]["role"] == "system" else None
-        self.system, self.params = system or None, params
-        self.turns = messages[1:] if system is not None else messages
+            check_messages(messages, last=("assistant", "system"))
+        system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+        self.system, self.params, self.turns = system or None, params, messages
         self.console.note(f"loaded {len(self.turns)} messages from {file}")
         if saved.get("model") != self.llm.config.model:
             self.console.note(f"they are of another model: {shown(saved.get('model'))}")
 
-    def _stats(self, rest: str) -> None:
+    def do_stats(self, rest: str) -> None:
+        """/stats             tokens, speed and memory"""
         stats = self.llm.stats()
         cache = self.last.cache_report["resident_bytes"] if self.last else 0
         held = len(self.last.prompt_token_ids) + len(self.last.token_ids) if self.last else 0
+        warm = self.last.cache_report["warm_tokens"] if self.last else 0
+        compressed = f" ({warm} tokens compressed)" if warm else ""
         speed = f", {self.steps / self.seconds:.1f} tok/s" if self.seconds else ""
         self.console.note(
             f"{len(self.turns) // 2} turns; the last answer ended at {held} of {stats['max_model_len']} tokens\n"
             f"{self.generated} tokens generated in this session{speed}\n"
-            f"KV cache {cache / 1e6:.1f} MB of {stats['kv_capacity_bytes'] / 1e6:.1f} MB, weights "
+            f"KV cache {cache / 1e6:.1f} MB{compressed} of {stats['kv_capacity_bytes'] / 1e6:.1f} MB, weights "
             f"{stats['weights_bytes'] / 1e6:.1f} MB, peak memory {stats['peak_rss_bytes'] / 1e9:.2f} GB"
         )
+
+    def do_exit(self, rest: str) -> None:
+        """/exit              leave, as Ctrl-D does"""
+        raise Leave
+
+    def do_quit(self, rest: str) -> None:
+        """/quit              the same"""
+        raise Leave
 
 
 def _file(name: str, command: str) -> Path:
@@ -306,17 +303,17 @@ def _file(name: str, command: str) -> Path:
 
 def _write_atomically(file: Path, text: str) -> None:
     """The whole file or none of it, for the owner alone."""
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")  # mode 0600
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as directory:
+        temporary = os.path.join(directory, file.name)
+        with open(temporary, "x", encoding="utf-8", newline="\n", opener=_for_the_owner) as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+
+
+def _for_the_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 if __name__ == "__main__":

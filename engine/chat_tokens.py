@@ -15,13 +15,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.tokenizer import APART, JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 _MARKER = re.compile(r"<.+>|\[.+\]|\{.+\}", re.DOTALL)
-_CONTROL, _USER_DEFINED = 3, 4  # sentencepiece's types of pieces
 
 
 class ChatEncoder(Protocol):
@@ -51,7 +49,7 @@ class _SentencePieceEncoder:
 
         self._tokenizer = tokenizer
         model = tokenizer._model
-        data, markers = _without_markers(model.serialized_model_proto())
+        data, markers = _without_markers(model)
         self._model = SentencePieceProcessor(model_proto=data) if markers else model
         unusual = [i for i in range(model.get_piece_size()) if model.is_control(i) or model.is_unknown(i)]
         self.control_tokens: dict[str, int] = {model.id_to_piece(i): i for i in unusual}
@@ -120,41 +118,17 @@ class _JsonEncoder:
         return [self._ids.get(i, i) for i in self._model.encode(text, add_special_tokens=False).ids]
 
 
-def _without_markers(data: bytes) -> tuple[bytes, list[str]]:
+def _without_markers(model: Any) -> tuple[bytes, list[str]]:
     """A sentencepiece model whose user-defined pieces that look like markers are control pieces; and those pieces."""
-    plain, markers = bytearray(data), []
-    for number, start, end in _fields(data, 0, len(data)):
-        if number != 1:  # a piece: text 1, score 2, type 3
-            continue
-        fields = {number: (start, end) for number, start, end in _fields(data, start, end)}
-        text, kind = (data[slice(*fields.get(number, (0, 0)))] for number in (1, 3))
-        if kind == bytes([_USER_DEFINED]) and _MARKER.fullmatch(text.decode()):
-            plain[fields[3][0]] = _CONTROL
-            markers.append(text.decode())
-    return bytes(plain), markers
+    looks = [piece for piece in model.id_to_piece(list(range(model.get_piece_size()))) if _MARKER.fullmatch(piece)]
+    # As protobuf writes a piece: its text (field 1: size, bytes), perhaps a score (2: a float), its type (3: 4 is
+    # user-defined, 3 control).
+    texts = {_size(piece.encode()) + piece.encode(): piece for piece in looks}
+    one_of_them = b"|".join(map(re.escape, texts)) or rb"(?!)"
+    user_defined = re.compile(rb"(\x0a(%s)(?:\x15.{4})?\x18)\x04" % one_of_them, re.DOTALL)
+    data = model.serialized_model_proto()
+    return user_defined.sub(b"\\1\x03", data), [texts[match[2]] for match in user_defined.finditer(data)]
 
 
-def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(number, start, end) of the fields of a protobuf message, which sentencepiece itself wrote."""
-    while at < end:
-        key, at = _varint(data, at)
-        kind = key & 7
-        if kind == 0:
-            stop = _varint(data, at)[1]
-        elif kind == 2:
-            size, at = _varint(data, at)
-            stop = at + size
-        else:
-            stop = at + (4 if kind == 5 else 8)
-        yield key >> 3, at, stop
-        at = stop
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Its value and the place behind it."""
-    value = shift = 0
-    while True:
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if data[at - 1] < 0x80:
-            return value, at
+def _size(text: bytes) -> bytes:
+    return bytes([len(text)] if len(text) < 128 else [len(text) & 127 | 128, len(text) >> 7])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -10,17 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.errors import shown
+from memory.config import TierConfig
 from models.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+_TIERS = TierConfig()  # the defaults
+
 # Settings that this version does not have, and what they belong to: refused by name, never ignored.
-_TIERS = "the compressed tiers of the KV cache"
 NOT_YET = {
     "quantization": "quantised weights",
-    **dict.fromkeys(("kv_budget", "recall", "cold_format", "preset", "profile", "scorer"), _TIERS),
-    **dict.fromkeys(("host_cache_size", "flash_cache_dir", "flash_cache_size"), _TIERS),
+    **dict.fromkeys(("profile", "scorer"), "trained scorers of importance"),
+    **dict.fromkeys(
+        ("recall", "cold_format", "host_cache_size", "flash_cache_dir", "flash_cache_size"), "exact copies below"
+    ),
 }
 
 
@@ -90,14 +95,49 @@ class EngineConfig:
     check_tensors: bool = flag(False, "refuse weights that are NaN or infinite, by name", parse=bool)
     seed: int = 0  # where a request has none of its own
     enable_prefix_caching: bool = True
+    kv_budget: float | None = flag(
+        None, "compress the KV cache to this fraction of its exact bytes, as 0.31 (default: exact)", parse=float,
+        metavar="FRACTION",
+    )  # fmt: skip
+    preset: str | None = flag(None, "proposal: the tiers of the original proposal, to compare with", metavar="NAME")
+    importance: str = flag("score", "what pages are compressed last by: score, random or none (default: %(default)s)")
+    recent_tokens: int = flag(
+        _TIERS.recent_tokens, "newest tokens that are compressed last (default: %(default)s)", parse=int,
+        metavar="N",
+    )  # fmt: skip
+    attention_window: int = flag(
+        _TIERS.attention_window, "tokens over which a page's attention is averaged (default: %(default)s)",
+        parse=int, metavar="N",
+    )  # fmt: skip
+    hot_layer_size: int | None = flag(
+        None, "exact tokens of all requests together, at most (default: four contexts)", parse=int, metavar="N"
+    )
+    hot_ratio: float | None = flag(
+        None, "share of the pages that stays exact, whatever the budget (default: as the budget allows)", parse=float
+    )
+    warm_layer_ratio: float = flag(
+        _TIERS.warm_layer_ratio, "share of a short budget that exact pages leave to compressed ones (default: "
+        "%(default)s)", parse=float,
+    )  # fmt: skip
+    hot_threshold: float = flag(
+        _TIERS.hot_threshold, "pages of this score stay a format above the others (default: %(default)s)",
+        parse=float,
+    )  # fmt: skip
+    warm_threshold: float = flag(
+        _TIERS.warm_threshold, "exact pages below this score are compressed ahead (default: %(default)s)",
+        parse=float,
+    )  # fmt: skip
+    evict_threshold: float = flag(
+        _TIERS.evict_threshold, "compressed pages below it are compressed further ahead (default: %(default)s)",
+        parse=float,
+    )  # fmt: skip
+    warm_placement: str = flag("device", "device, or shared: compressed pages in shared host memory")
     quantization: None = None
-    kv_budget: None = None
     recall: None = None
     cold_format: str = "auto"
     host_cache_size: None = None
     flash_cache_dir: None = None
     flash_cache_size: None = None
-    preset: None = None
     profile: str = "default"
     scorer: None = None
 
@@ -124,12 +164,17 @@ def _path(value: Any) -> bool:
 
 
 def _one_of(*choices: Any) -> tuple[str, Callable[[Any], bool]]:
-    text = ", ".join(map(str, choices[:-1])) + f" or {choices[-1]}"
+    text = " or ".join(filter(None, (", ".join(map(str, choices[:-1])), str(choices[-1]))))
     return text, lambda value: any(value == choice and type(value) is type(choice) for choice in choices)
 
 
 def _integer(least: int, greatest: int) -> tuple[str, Callable[[Any], bool]]:
     return f"an integer from {least} to {greatest}", lambda value: type(value) is int and least <= value <= greatest
+
+
+def _fraction(least: float) -> tuple[str, Callable[[Any], bool]]:
+    text = "a number above 0 up to 1" if least else "a number from 0 to 1"
+    return text, lambda value: type(value) in (int, float) and least <= value <= 1
 
 
 # What each field accepts, beside None where that is its default: (in words, test).
@@ -146,6 +191,16 @@ _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_model_len": _integer(1, 1 << 27),
     "kv_cache_memory": _integer(1, 1 << 50),
     "page_size": _one_of(16, 32, 64),
+    "kv_budget": _fraction(math.ulp(0.0)),
+    "preset": _one_of("proposal"),
+    "importance": _one_of("score", "random", "none"),
+    "recent_tokens": _integer(0, 1 << 27),
+    "attention_window": _integer(1, 1 << 20),
+    "hot_layer_size": _integer(0, 1 << 40),
+    **dict.fromkeys(
+        ("hot_ratio", "warm_layer_ratio", "hot_threshold", "warm_threshold", "evict_threshold"), _fraction(0)
+    ),
+    "warm_placement": _one_of("device", "shared"),
     "max_num_batched_tokens": _integer(1, 1 << 20),
     "max_num_seqs": _integer(1, 1 << 16),
     "threads": _integer(1, 4096),

@@ -11,12 +11,14 @@ if __name__ == "__main__":  # before the other imports take their time
     exit_at_once()
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +27,20 @@ from engine.cli import run
 from engine.config import usable_cpus
 from engine.errors import TokenizerError
 from engine.models import describe
+from models.checkpoint import open_checkpoint
 from models.errors import ConfigError, ModelFormatError
+from models.files import read_object
+from models.llama.config import LlamaConfig
 from models.resolve import cache_directory, places, resolve
 
 # The core's packages and the oldest versions that work, as pyproject.toml has them.
-CORE = {"torch": "2.6", "safetensors": "0.4.3", "sentencepiece": "0.2", "numpy": "1.24", "tqdm": "4.60"}
+CORE = {"torch": "2.6", "safetensors": "0.4.3", "sentencepiece": "0.2", "numpy": "1.24", "tqdm": "4.60",
+        "jinja2": "3.1.5"}  # fmt: skip
 # What an extra package is for, and how to get it.
 EXTRAS = {
     "tokenizers": ("models with a tokenizer.json", "pip install 'isotherm[hf]'"),
-    "jinja2": ("chat templates other than Llama 2's and ChatML", "pip install 'isotherm[chat]'"),
+    "shtab": ("isotherm completion", "pip install 'isotherm[completion]'"),
 }
-_CPU_FLAGS = ("avx2", "f16c", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
 _OURS = ("engine", "models", "memory", "kernels")
 
 
@@ -56,14 +61,20 @@ def main(argv: list[str] | None = None) -> int:
 def examine(model: str | None = None) -> dict[str, Any]:
     """Everything that is known, by section; `problems` lists what is wrong, in words."""
     problems: list[str] = []
-    report: dict[str, Any] = {"versions": _versions(problems), "packages": _own_packages(problems), "cpu": _cpu()}
+    cpus = usable_cpus()
+    report: dict[str, Any] = {
+        "versions": _versions(problems),
+        "packages": _own_packages(problems),
+        "cpu": {"model": _cpu_model(), "usable_cpus": cpus, "default_threads": max(1, cpus // 2)},
+    }
     try:
         report |= _compute(report["versions"], problems)
     except ImportError as error:  # said already, where the package is not there at all
         problems.append(f"torch cannot be imported: {error}")
     report |= {"directories": _directories(problems), "features": _features(report)}
     if model is not None:
-        report["model"] = _model(model, problems)
+        report["model"] = _model(model)
+        problems += filter(None, [report["model"]["error"]])
     return report | {"problems": problems}
 
 
@@ -102,19 +113,11 @@ def _own_packages(problems: list[str]) -> dict[str, str | None]:
     return origins
 
 
-def _cpu() -> dict[str, Any]:
-    flags: list[str] = []
-    model = platform.processor() or platform.machine()
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    if found := re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE):
-        flags = [flag for flag in _CPU_FLAGS if flag in found[1].split()]
-    if found := re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE):
-        model = found[1]
-    usable = usable_cpus()
-    return {"model": model, "usable_cpus": usable, "default_threads": max(1, usable // 2), "flags": flags}
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def _compute(versions: dict[str, str | None], problems: list[str]) -> dict[str, Any]:
@@ -162,34 +165,26 @@ def _features(report: dict[str, Any]) -> list[dict[str, Any]]:
         for package, (what, how) in EXTRAS.items()
     ]
     gpu = bool(report.get("gpu", {}).get("devices"))
-    rows.append({"feature": "Triton kernels", "available": gpu, "needs": "an NVIDIA GPU that torch finds, and triton"})
-    return rows
+    return [
+        *rows,
+        {"feature": "Triton kernels", "available": gpu, "needs": "an NVIDIA GPU that torch finds, and triton"},
+    ]
 
 
-def _model(name: str, problems: list[str]) -> dict[str, Any]:
-    """Config, headers and tokenizer of a model; no weights."""
+def _model(name: str) -> dict[str, Any]:
+    """Config, headers and tokenizer of a model; no weights. `error` says what is wrong, if anything is."""
+    row: dict[str, Any] = {"name": name}
     try:
         path = resolve(name)
-    except ModelFormatError as error:
-        problems.append(str(error))
-        return {"name": name, "error": str(error)}
-    row = describe(name, path)
-    if row["error"] is None:
-        try:
-            row["tokenizer"] = _fit(path)
-        except (ConfigError, ModelFormatError, TokenizerError, ImportError) as error:
-            row["error"] = str(error)
-    if row["error"] is not None:
-        problems.append(row["error"])
-    return row
+        row = describe(name, path)
+        return row if row["error"] else row | {"tokenizer": _fit(path)}
+    except (ConfigError, ModelFormatError, TokenizerError, ImportError) as error:
+        return row | {"error": str(error)}
 
 
 def _fit(path: Path) -> dict[str, Any]:
     """Tensors against the config, and the tokenizer against both."""
     from engine.tokenizer import check_vocabulary, load_tokenizer
-    from models.checkpoint import open_checkpoint
-    from models.files import read_object
-    from models.llama.config import LlamaConfig
     from models.llama.model import LlamaWeights
     from models.loader import check_fit
 
@@ -202,30 +197,26 @@ def _fit(path: Path) -> dict[str, Any]:
 
 def _text(report: dict[str, Any]) -> str:
     """The report for people: a line a fact, indented by section."""
-    lines: list[str] = []
+    features = {
+        row["feature"]: "yes" if row["available"] else f"no, needs {row['needs']}" for row in report["features"]
+    }
+    problems = [f"WRONG: {problem}" for problem in report["problems"]] or ["nothing is wrong"]
+    facts = {key: value for key, value in report.items() if key != "problems"} | {"features": features}
+    return "\n".join([*_lines(facts, ""), *problems])
 
-    def add(key: str, value: Any, indent: int) -> None:
+
+def _lines(facts: dict[str, Any], indent: str) -> Iterator[str]:
+    words = {True: "yes", False: "no", None: "-"}
+    for key, value in facts.items():
         if isinstance(value, dict):
-            lines.append(f"{' ' * indent}{key}:")
-            for inner, content in value.items():
-                add(inner, content, indent + 2)
-        elif type(value) is int and key.endswith("_bytes"):
-            lines.append(f"{' ' * indent}{key.removesuffix('_bytes')}: {value / 1e9:.2f} GB")
+            yield f"{indent}{key}:"
+            yield from _lines(value, indent + "  ")
+        elif key.endswith("_bytes") and value is not None:
+            yield f"{indent}{key.removesuffix('_bytes')}: {value / 1e9:.2f} GB"
+        elif isinstance(value, bool | None):
+            yield f"{indent}{key}: {words[value]}"
         else:
-            words = {"True": "yes", "False": "no", "None": "-"}
-            shown = ", ".join(map(str, value)) if isinstance(value, list) else words.get(str(value), str(value))
-            lines.append(f"{' ' * indent}{key}: {shown or '-'}")
-
-    for section, value in report.items():
-        if section == "features":
-            lines.append("features:")
-            for row in value:
-                state = "yes" if row["available"] else f"no, needs {row['needs']}"
-                lines.append(f"  {row['feature']}: {state}")
-        elif section != "problems":
-            add(section, value, 0)
-    lines += [f"WRONG: {problem}" for problem in report["problems"]] or ["nothing is wrong"]
-    return "\n".join(lines)
+            yield f"{indent}{key}: {value or '-'}"
 
 
 if __name__ == "__main__":

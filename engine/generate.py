@@ -102,6 +102,9 @@ def _report(llm: LLM, output: RequestOutput, load_s: float, times: list[float]) 
             "weights_bytes": stats["weights_bytes"],
             "kv_resident_bytes": cache["resident_bytes"],
             "kv_full_bytes": cache["full_bytes"],
+            "kv_total_bytes": cache["total_bytes"],
+            "kv_peak_bytes": cache["peak_bytes"],
+            "kv_shared_bytes": stats["kv_shared_bytes"],
             "kv_cold_bytes": stats["kv_cold_bytes"],
             "peak_rss_bytes": stats["peak_rss_bytes"],
         },
@@ -112,10 +115,20 @@ def _report(llm: LLM, output: RequestOutput, load_s: float, times: list[float]) 
 def _summary(report: dict[str, Any]) -> str:
     timings, memory = report["timings"], report["memory"]
     decode = f", {timings['decode_tok_s']:.1f} tok/s" if timings["decode_tok_s"] else ""
+    cache = report["cache"]
+    tiers = ""
+    if cache["warm_tokens"]:
+        ratio = memory["kv_resident_bytes"] / memory["kv_full_bytes"]
+        tiers = (
+            f" = {ratio:.2f} of {memory['kv_full_bytes'] / 1e6:.1f} MB exact, with the chunk in flight at most "
+            f"{memory['kv_peak_bytes'] / 1e6:.1f} MB, in the host {cache['cold_bytes'] / 1e6:.1f} MB | "
+            f"{cache['hot_tokens']} tokens exact, {cache['warm_tokens']} compressed, {cache['moves']} moves, "
+            f"attention to compressed ones {cache['warm_mass']:.0%}, missed {cache['missed_mass']:.0%}"
+        )
     return (
         f"Prompt: {report['prompt_tokens']} tokens, {timings['prefill_tok_s']:.1f} tok/s | "
         f"Generation: {report['completion_tokens']} tokens{decode} | "
-        f"TTFT {timings['ttft_s'] * 1e3:.0f} ms | KV cache {memory['kv_resident_bytes'] / 1e6:.1f} MB | "
+        f"TTFT {timings['ttft_s'] * 1e3:.0f} ms | KV cache {memory['kv_resident_bytes'] / 1e6:.1f} MB{tiers} | "
         f"Peak memory {memory['peak_rss_bytes'] / 1e9:.2f} GB | finish: {report['finish_reason']}"
     )
 

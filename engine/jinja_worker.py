@@ -1,4 +1,4 @@
-"""Chat templates in jinja2 (extra `chat`), rendered in a process of their own.
+"""Chat templates in jinja2, rendered in a process of their own.
 
 A template comes from whoever made the checkpoint. jinja2's sandbox keeps it from the interpreter, but not from loops
 that never end or texts of gigabytes: so the process is ended by the kernel after a second of computing, its memory is
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.util
 import json
 import signal
 import subprocess
@@ -25,11 +24,6 @@ CHARACTERS = 1_000_000  # of a rendering, beside those of its messages
 _MEMORY = 256 << 20
 _WALL_SECONDS = 60.0  # on a machine with better things to do
 _START = "import sys; sys.path[:0] = sys.argv[1:]; from engine.jinja_worker import work; work()"
-
-
-def available() -> bool:
-    """Whether jinja2 is installed; not whether it works."""
-    return importlib.util.find_spec("jinja2") is not None
 
 
 def render(
@@ -72,7 +66,7 @@ def work() -> None:
 
     _limit(len(json.dumps(job)))
     try:
-        result: dict[str, Any] = {"texts": _render(**job)}
+        result: dict[str, Any] = {"texts": render_here(**job)}
     except _Refused as error:
         result = {"refused": _short(error)}
     except (MemoryError, RecursionError) as error:
@@ -101,7 +95,7 @@ def _short(error: Exception) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _render(template: str, conversations: list[list[dict[str, str]]], variables: dict[str, str]) -> list[str]:
+def render_here(template: str, conversations: list[list[dict[str, str]]], variables: dict[str, str]) -> list[str]:
     """With the settings, filters and functions that Transformers gives."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

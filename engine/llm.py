@@ -15,7 +15,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import RequestError, shown
-from engine.loading import load
+from engine.loading import Engine, load, second_cache
 from engine.metrics import peak_rss_bytes
 from engine.progress import Progress
 from engine.request import RequestOutput, SamplingParams
@@ -43,7 +43,10 @@ class LLM:
         if unknown:
             raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}; see EngineConfig")
         self.config = EngineConfig(model=model, **settings)  # type: ignore[arg-type]
-        engine = load(self.config, progress)
+        self._start(load(self.config, progress), progress)
+
+    def _start(self, engine: Engine, progress: bool) -> None:
+        self._engine = engine
         self._progress = progress
         self._num_failed = 0
         self.tokenizer = engine.tokenizer
@@ -57,6 +60,20 @@ class LLM:
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}
         self._changed: dict[int, Request] = {}  # what the next `step` returns
+
+    def twin(self, **changes: Any) -> LLM:
+        """Another `LLM` of the same weights, which are not loaded again, with an empty cache of its own.
+
+        changes: settings of the cache and of steps that differ from this one's: kv_budget, kv_cache_memory, page_size,
+        max_num_batched_tokens and so on. Raises ConfigError, CapacityError.
+        """
+        fixed = changes.keys() & {"model", "tokenizer", "dtype", "device", "backend", "rope_scaling", "quantization"}
+        if fixed:
+            raise ConfigError(f"a twin has the same {', '.join(sorted(fixed))}; load another LLM instead")
+        other = object.__new__(type(self))
+        other.config = replace(self.config, **changes)
+        other._start(second_cache(self._engine, other.config), self._progress)
+        return other
 
     @property
     def vocab_size(self) -> int:
@@ -160,6 +177,18 @@ class LLM:
                 self._advance()
         return [torch.cat([torch.empty(0), *(request.scores or [])]).numpy() for request in requests]
 
+    def logits(self, prompt: Prompt) -> Generator[torch.Tensor, None, None]:
+        """Logits of the token after each token of the prompt, as the engine computes them: one [tokens, vocab_size]
+        float32 tensor on the model's device for every step, whose length is that of the step's chunk."""
+        tokens = self._one_prompt(prompt)
+        request = self._request(tokens, SamplingParams(temperature=0.0, max_tokens=1), scores=[])
+        request.every_logit = True
+        with self._in_engine([request]):
+            while request.finish_reason is None:
+                self._advance()
+                yield from request.scores or []
+                request.scores = []
+
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a request; `step` advances it. Raises RequestError if it can never be served."""
         params = _checked(params)
@@ -199,7 +228,9 @@ class LLM:
             "weights_bytes": self._model.nbytes,
             "kv_resident_bytes": self._cache.resident_bytes,
             "kv_capacity_bytes": self._cache.capacity_bytes,
+            "kv_shared_bytes": self._cache.shared_bytes,  # of the resident ones
             "kv_cold_bytes": 0,
+            "kv_moves": self._cache.num_moves,
             "kv_bytes_per_token": self._cache.config.token_bytes,
             "kv_cache_usage": 1 - self._cache.num_free_pages / self._cache.config.num_pages,
             "max_model_len": self.max_model_len,
@@ -229,6 +260,7 @@ class LLM:
                 if request.finish_reason is None:
                     self._finish(request, "error")
                 raise
+        self._cache.settle([request.sequence for request in self._scheduler.running])
 
     def _choose(self, request: Request, logits: torch.Tensor) -> int | None:
         """The next token, or None for logits that are not numbers. logits [vocab_size] float32."""
@@ -241,7 +273,7 @@ class LLM:
 
     def _extend(self, request: Request, token: int | None) -> None:
         """Add the token to the answer of a request that is computed as far as it goes, and see whether it ends."""
-        request.cache_report = self._cache_report(request)
+        request.cache_report = self._cache.report(request.sequence)
         if token is None:
             self._finish(request, "error" if request.scores is None else "length")
             return
@@ -263,14 +295,6 @@ class LLM:
         del self._requests[request.id]
         if request.stepped:
             self._changed[request.id] = request
-
-    def _cache_report(self, request: Request) -> dict[str, int]:
-        tokens = request.sequence.length
-        return {
-            "hot_tokens": tokens,
-            "resident_bytes": len(request.sequence.pages) * self._cache.config.page_bytes,
-            "full_bytes": tokens * self._cache.config.token_bytes,
-        }
 
     def _prompts(self, prompts: Any) -> list[list[int]]:
         if isinstance(prompts, str):
@@ -326,9 +350,9 @@ class LLM:
             detokenizer=Detokenizer(self.tokenizer, tokens) if self.tokenizer and scores is None else None,
             scores=scores,
         )
-        need = self._cache.config.pages_for(request.most_tokens)
-        if need > self._cache.config.num_pages:
-            fits = self._cache.config.num_pages * self._cache.config.page_size
+        cache = self._cache.config
+        if cache.least_units(request.most_tokens) > cache.num_units:
+            fits = cache.most_tokens
             raise CapacityError(
                 f"the request needs {request.most_tokens} tokens of cache ({length} of the prompt), {fits} fit in "
                 f"{self._cache.capacity_bytes / 1e6:.1f} MB; use a larger --kv-cache-memory, fewer --max-tokens, or a "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from kernels.ops import Ops
 from kernels.reference import cpu_computes_bfloat16
 from memory import CapacityError
 from memory.cache import KVCache
-from memory.config import CacheConfig
+from memory.config import WARM_BITS, CacheConfig, TierConfig
 from models.checkpoint import TensorInfo, open_checkpoint
 from models.errors import ConfigError
 from models.files import read_object
@@ -66,18 +66,9 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     tensors = open_checkpoint(path)
     weights = LlamaWeights(model_config)
     check_fit(weights, tensors)
-    capacity = _cache_bytes(config, model_config, tensors, max_model_len, device, dtype)
-    try:
-        cache_config = CacheConfig(
-            num_layers=model_config.num_layers,
-            num_kv_heads=model_config.num_kv_heads,
-            head_dim=model_config.head_dim,
-            itemsize=dtype.itemsize,
-            capacity_bytes=capacity,
-            page_size=config.page_size,
-        )
-    except ValueError as error:
-        raise CapacityError(f"the KV cache is too small: {error}; use a larger --kv-cache-memory") from None
+    cache_config = _cache_config(
+        config, model_config, _weight_bytes(tensors, model_config, device, dtype), device, dtype
+    )
 
     def bar(names: Iterable[str]) -> Iterable[str]:
         yield from Progress(names, desc="Loading", unit="tensor", shown=progress)
@@ -86,12 +77,26 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     load_weights(weights, tensors, dtype, device, bar, config.check_tensors)
     return Engine(
         model=Llama(model_config, weights, ops, max_model_len),
-        cache=KVCache(cache_config, dtype, device),
+        cache=KVCache(cache_config, dtype, device, ops),
         ops=ops,
         tokenizer=tokenizer,
         eos_ids=frozenset(eos_ids + (tokenizer.eos_ids if tokenizer else ())),
         max_model_len=max_model_len,
         generation_config=generation,
+    )
+
+
+def second_cache(engine: Engine, config: EngineConfig) -> Engine:
+    """The same model with an empty cache of its own, as `config` asks. Raises ConfigError, CapacityError."""
+    model = engine.model
+    max_model_len = _max_model_len(config, model.config)
+    if max_model_len > engine.max_model_len:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is more than the {engine.max_model_len} the model was loaded for"
+        )
+    cache_config = _cache_config(config, model.config, 0, model.device, model.dtype)
+    return replace(
+        engine, cache=KVCache(cache_config, model.dtype, model.device, engine.ops), max_model_len=max_model_len
     )
 
 
@@ -102,23 +107,85 @@ def _tokenizer(config: EngineConfig, path: Path, model: LlamaConfig) -> Tokenize
     return tokenizer
 
 
+def _tiers(config: EngineConfig, model: LlamaConfig, max_model_len: int) -> TierConfig | None:
+    """What the settings ask of the cache; None where nothing can make it compress, or its pages cannot be."""
+    limits = (config.kv_budget, config.kv_cache_memory, config.preset, config.hot_layer_size, config.hot_ratio)
+    if all(limit is None for limit in limits):
+        return None
+    if model.head_dim % 8:
+        if config.kv_budget is None and config.preset is None:
+            return None
+        raise ConfigError(
+            f"kv_budget and preset need a head_dim that is a multiple of 8, this model's is {model.head_dim}"
+        )
+    proposal = config.preset == "proposal"
+    return TierConfig(
+        budget=config.kv_budget,
+        recent_tokens=4 if proposal else config.recent_tokens,
+        attention_window=config.attention_window,
+        evict_threshold=config.evict_threshold,
+        warm_threshold=config.warm_threshold,
+        hot_threshold=config.hot_threshold,
+        hot_layer_size=4 * max_model_len if config.hot_layer_size is None else config.hot_layer_size,
+        warm_layer_ratio=config.warm_layer_ratio,
+        hot_ratio=0.1 if proposal else config.hot_ratio or 0.0,
+        cold_ratio=0.2 if proposal else 0.0,
+        importance=config.importance,
+        shared=proposal or config.warm_placement == "shared",
+    )
+
+
+def _weight_bytes(tensors: dict[str, TensorInfo], model: LlamaConfig, device: torch.device, dtype: torch.dtype) -> int:
+    count = sum(int(np.prod(info.shape, dtype=np.int64)) for info in tensors.values())
+    if model.tie_word_embeddings and device.type == "cpu" and dtype == torch.bfloat16:
+        count += model.vocab_size * model.hidden_size  # the head, in a layout of its own
+    return count * dtype.itemsize
+
+
+def _cache_config(
+    config: EngineConfig, model: LlamaConfig, weights: int, device: torch.device, dtype: torch.dtype
+) -> CacheConfig:
+    """The cache that the settings ask for, beside `weights` bytes still to be loaded. Raises CapacityError."""
+    max_model_len = _max_model_len(config, model)
+    try:
+        cache = CacheConfig(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            itemsize=dtype.itemsize,
+            capacity_bytes=_cache_bytes(config, model, weights, max_model_len, device, dtype),
+            page_size=config.page_size,
+            tiers=_tiers(config, model, max_model_len),
+            poison=bool(os.environ.get("ISOTHERM_DEBUG_POISON")),
+        )
+    except ValueError as error:
+        raise CapacityError(f"the KV cache is too small: {error}; use a larger --kv-cache-memory") from None
+    least = cache.page_cost(WARM_BITS[-1]) / cache.page_cost(cache.exact_bits)
+    if config.kv_budget is not None and config.kv_budget < least:
+        raise ConfigError(
+            f"kv_budget {config.kv_budget} is less than {least:.3f}, which is what pages of {WARM_BITS[-1]} bits and "
+            "their scales take: no token is dropped, so nothing smaller holds them"
+        )
+    return cache
+
+
 def _cache_bytes(
     config: EngineConfig,
     model: LlamaConfig,
-    tensors: dict[str, TensorInfo],
+    weights: int,
     max_model_len: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> int:
     """Bytes for the KV cache, once weights and cache are known to fit. Raises CapacityError with the numbers."""
-    weights = sum(int(np.prod(info.shape, dtype=np.int64)) for info in tensors.values()) * dtype.itemsize
-    if model.tie_word_embeddings and device.type == "cpu" and dtype == torch.bfloat16:
-        weights += model.vocab_size * model.hidden_size * dtype.itemsize  # the head, in a layout of its own
     token_bytes = model.kv_bytes_per_token(dtype.itemsize)
     context = -(-max_model_len // config.page_size) * config.page_size * token_bytes
     free = free_memory_bytes(device)
     capacity = config.kv_cache_memory
     if capacity is None:
+        if config.kv_budget is not None:  # and the chunk in flight, which is extra
+            chunk = min(config.max_num_batched_tokens, max_model_len) + 2 * config.page_size
+            context = min(context, int(config.kv_budget * context) + chunk * token_bytes)
         capacity = context if free is None else min(context, max(free - weights, 0) // 2)
         if capacity < context:
             log.warning(

@@ -10,10 +10,12 @@ from torch import Tensor
 from engine.scheduler import Request, Schedule
 from kernels.ops import Ops
 from memory.cache import KVCache
+from memory.observation import Observation
 from models.llama.model import Llama
 
 # Rows of hidden states whose logits are held at once when a whole prompt is scored.
 _SCORE_ROWS = 128
+_OBSERVE_EVERY = 16  # tokens that are generated: once, decode attention is computed twice
 
 
 class Runner:
@@ -31,7 +33,7 @@ class Runner:
         caller commits them. So a step that fails anywhere can be taken again.
 
         Returns logits [rows, vocab_size] float32 on the CPU, a row for each request whose last token is computed, in
-        the schedule's order; and for each request that is scored the log-probabilities of the tokens that follow.
+        the schedule's order; and for each request that is scored what is wanted (`_score`).
         """
         requests, counts = schedule.requests, schedule.counts
         hidden = self._hidden(schedule)
@@ -52,29 +54,45 @@ class Runner:
         positions = [torch.arange(start, start + count) for _, start, count in spans]
         plan = self.cache.plan([request.sequence for request in requests], counts, schedule.num_decodes)
         decodes = schedule.num_decodes
+        observation = Observation(plan, counts) if self._observes(requests, counts) else None
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
-            k_cache, v_cache = self.cache.layers[layer]
-            self.ops.rope_store(q, k, v, cos_sin, plan.slots, k_cache, v_cache)
+            cache = self.cache.layers[layer]
+            self.ops.rope_store(q, k, v, cos_sin, plan.slots, cache.k, cache.v)
+            if observation is not None:
+                observation.observe(q, cache, self.ops, self.scale)
             parts = []
             if decodes:
-                parts.append(self.ops.decode_attention(q[:decodes], k_cache, v_cache, plan, self.scale))
+                parts.append(self.ops.decode_attention(q[:decodes], cache, plan, self.scale))
             if decodes < len(requests):
-                parts.append(self.ops.prefill_attention(q[decodes:], k_cache, v_cache, plan, self.scale))
+                parts.append(self.ops.prefill_attention(q[decodes:], cache, plan, self.scale))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
         device = self.model.device
-        return self.model.forward(torch.tensor(ids).to(device), torch.cat(positions).to(device), attention)
+        hidden = self.model.forward(torch.tensor(ids).to(device), torch.cat(positions).to(device), attention)
+        if observation is not None:
+            self.cache.observe([request.sequence for request in requests], plan, observation.shares())
+        return hidden
+
+    def _observes(self, requests: list[Request], counts: list[int]) -> bool:
+        """Whether attention is measured in this step: where pages may have to go, of chunks and some of the decodes."""
+        return self.cache.config.may_compress([request.most_tokens for request in requests]) and any(
+            count > 1 or request.sequence.length % _OBSERVE_EVERY == 0
+            for request, count in zip(requests, counts, strict=True)
+        )
 
     def _score(self, request: Request, count: int, hidden: Tensor) -> Tensor:
-        """Log-probabilities of the tokens that follow the `count` scheduled ones; hidden [count, hidden_size]."""
+        """Log-probabilities of the tokens that follow the `count` scheduled ones, or all of their logits; hidden
+        [count, hidden_size]."""
+        if request.every_logit:
+            return self.model.exact_logits(hidden)
         start = request.sequence.length
         following = torch.tensor(request.tokens[start + 1 : start + count + 1], device=hidden.device)
         parts = [torch.empty(0)]
         for rows, targets in zip(
             hidden[: len(following)].split(_SCORE_ROWS), following.split(_SCORE_ROWS), strict=True
         ):
-            logits = self.model.logits(rows)
+            logits = self.model.exact_logits(rows)
             chosen = logits.gather(1, targets[:, None])[:, 0]
             parts.append((chosen - logits.logsumexp(-1)).cpu())
         return torch.cat(parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -35,13 +36,14 @@ class Request:
     generator: torch.Generator | None
     detokenizer: Detokenizer | None
     scores: list[torch.Tensor] | None = None  # where given, the prompt is scored and nothing is generated
+    every_logit: bool = False  # what is scored is all the logits, not the log-probabilities of the prompt's tokens
     stepped: bool = False  # its outputs are what `LLM.step` returns
     sequence: CachedSequence = field(default_factory=CachedSequence)
     text: str = ""
     shown: int = 0  # characters of the text that cannot become part of a stop string
     logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
-    cache_report: dict[str, int] = field(default_factory=dict)
+    cache_report: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_pending(self) -> int:
@@ -110,29 +112,37 @@ class Scheduler:
         self._admit()
         decodes = [request for request in self.running if request.num_pending == 1]
         budget = max(self.max_num_batched_tokens - len(decodes), 0)
+        size = self.cache.config.page_size
+        # Exact pages that chunks may take beside one for each request, whatever has to be compressed for them.
+        pages = self.cache.obtainable_pages([request.sequence for request in self.running])
         chunks: list[tuple[Request, int]] = []
         for request in self.running:
-            count = min(request.num_pending, budget)
+            first = size - request.sequence.length % size
+            count = min(request.num_pending, budget, first + pages * size)
             if request.num_pending > 1 and count:
                 chunks.append((request, count))
                 budget -= count
+                pages -= max(-(-(count - first) // size), 0)
         # A chunk of one token is attended as a decode, which must come first.
         ones = decodes + [request for request, count in chunks if count == 1]
         longer = [(request, count) for request, count in chunks if count > 1]
         requests = ones + [request for request, _ in longer]
         counts = [1] * len(ones) + [count for _, count in longer]
-        for request, count in zip(requests, counts, strict=True):
-            length = request.sequence.length + count
+        lengths = [request.sequence.length + count for request, count in zip(requests, counts, strict=True)]
+        missing = sum(self.cache.missing_pages(r.sequence, n) for r, n in zip(requests, lengths, strict=True))
+        self.cache.make_room(missing, [request.sequence for request in self.running])
+        for request, length in zip(requests, lengths, strict=True):
             self.cache.reserve(request.sequence, length, room=request.most_tokens - length)
         return Schedule(requests, counts, len(ones))
 
     def _admit(self) -> None:
         """Move waiting requests to the running ones while all can be served to their end."""
-        pages_for = self.cache.config.pages_for
-        promised = sum(pages_for(request.most_tokens) for request in self.running)
+        config = self.cache.config
+        promised = sum(config.planned_units(request.most_tokens) for request in self.running)
         while self.waiting and len(self.running) < self.max_num_seqs:
-            promised += pages_for(self.waiting[0].most_tokens)
-            if promised > self.cache.config.num_pages:
+            promised += config.planned_units(self.waiting[0].most_tokens)
+            # One that does not fit the whole pool is compressed to fit it, alone.
+            if promised > config.num_units and self.running:
                 break
             self.running.append(self.waiting.popleft())
 

@@ -93,36 +93,35 @@ def _optional(file: Path) -> dict[str, Any]:
 
 def _added_tokens(directory: Path, settings: dict[str, Any]) -> list[AddedToken]:
     """Those of tokenizer_config.json's added_tokens_decoder, or of the older added_tokens.json, by id."""
-    found = settings.get("added_tokens_decoder")
-    if found is not None:
+    decoder = settings.get("added_tokens_decoder")
+    if decoder is not None:
         file = directory / "tokenizer_config.json"
-        entries = found.items() if isinstance(found, dict) else [("0", None)]
-        tokens = [
-            (int(i) if i.isdecimal() and len(i) < 9 else None, entry.get("content"), entry.get("special", False))
-            if isinstance(entry, dict)
-            else (None, None, None)
-            for i, entry in entries
-        ]
+        entries = list(decoder.items()) if isinstance(decoder, dict) else [("", decoder)]
     else:
         file = directory / "added_tokens.json"
-        special = set(_special_names(settings))
-        tokens = [(i, content, content in special) for content, i in _optional(file).items()]
-    for i, content, special_flag in tokens:
-        right = type(i) is int and 0 <= i < 1 << 24 and isinstance(content, str) and content
-        if not right or type(special_flag) is not bool:
+        listed = settings.get("additional_special_tokens")
+        named = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
+        special = [token_text(token) for token in [*named, *(listed if isinstance(listed, list) else [])]]
+        entries = [
+            (str(i) if type(i) is int else "", {"content": text, "special": text in special})
+            for text, i in _optional(file).items()
+        ]
+    tokens = []
+    for i, entry in entries:
+        content, is_special = token_text(entry), isinstance(entry, dict) and entry.get("special", False)
+        number = int(i) if i.isdecimal() and len(i) < 9 else -1
+        if not (0 <= number < 1 << 24 and content and isinstance(entry, dict) and type(is_special) is bool):
             raise TokenizerError(
                 f"{file}: an added token needs an id, a content and may be special, got {shown(content)}"
             )
-    return sorted((AddedToken(*token) for token in tokens), key=lambda token: token.id)
+        tokens.append(AddedToken(number, content, is_special))
+    return sorted(tokens, key=lambda token: token.id)
 
 
-def _special_names(settings: dict[str, Any]) -> Iterator[str]:
-    others = settings.get("additional_special_tokens")
-    named = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
-    for token in [*named, *(others if isinstance(others, list) else [])]:
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            yield content
+def token_text(token: Any) -> str | None:
+    """Of a token as tokenizer_config.json has it: a text, or an object with a content."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 class SentencePieceTokenizer:
@@ -266,9 +265,8 @@ class JsonTokenizer:
                 )
 
     def _id(self, settings: dict[str, Any], key: str) -> int | None:
-        token = settings.get(key)
-        token = token.get("content") if isinstance(token, dict) else token
-        found: int | None = self._model.token_to_id(token) if isinstance(token, str) else None
+        text = token_text(settings.get(key))
+        found: int | None = None if text is None else self._model.token_to_id(text)
         return found
 
     def _bos_id(self, settings: dict[str, Any]) -> int | None:

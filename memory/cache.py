@@ -1,147 +1,160 @@
-"""The paged KV cache: sequences of pages, a frame table, and one arena that the buddy allocator hands out.
+"""The paged KV cache: sequences of pages, and the budget that compresses them.
 
-    sequence      pages [0, 1, 2]   length 150        page ids are logical and stay when bytes move
-                         |  |  |
-    frame table   page   0  1  2                      page -> first unit of its code run
-                  unit  16 32  0
-                         |  |  |
-    arena         [layer][K or V][head]  | frame 0   | frame 1   | frame 2   | ...       16 units a frame when exact
-                                           page 2      page 0      page 1
-                  pieces of the sequence: (slot 64, 128 tokens), (slot 0, 22 tokens)
+    sequence   pages [0, 1, 2]   length 150   attention [3, features]
+                      |  |  |
+    frames            4 16 16 bits            memory/frames.py: where the bytes are, in which format
+                      |  |  |
+    plan       warm[0]: page 0                what one step's attention reads: compressed pages by format, ...
+               page_table: frames of 1, 2     ... and the exact ones in their order, the newest tokens last
+               pieces: (slot 64, 64 tokens), (slot 128, 22 tokens)
 
-The arena is one uint8 buffer [layers, 2, heads, units, unit bytes]. A page has the same units in every layer, for K and
-for V and in every head, so one allocation and one table entry place it everywhere; within one head's plane a frame is
-[page_size, head_dim], and frames side by side are one contiguous run of tokens. That is why growth asks for the unit
-behind the last page first: attention on a CPU reads a sequence piece by piece, and a GPU tile is one block copy.
+    step       schedule -> make_room, reserve -> plan -> forward -> observe -> commit -> settle
+                                                                     |                    |
+                              importance.py: who was attended to  <--+    policy.py: who goes down a format
+
+A page is exact while it is filled, and goes down the ladder of memory/policy.py when the budget is short, never up:
+what it becomes is one block (or two) of the same arena, so tiers have no boundaries between them.
 
 Invariants (`check()` asserts them):
   - a page id is free or belongs to exactly one sequence (sharing will count references);
-  - a page in use has one block of the allocator, of its format's order; no two pages share a unit;
-  - a sequence of n tokens has at least pages_for(n) pages.
-
-Rejected: frames with all layers inside ([frame, layer, ...]): moves are one copy, but side by side frames are then not
-contiguous in any layer; tokens outermost ([token, head, dim]): torch's matrix products read it at a third of the speed.
+  - a sequence of n tokens has at least pages_for(n) pages, and the page that its next token goes to is exact.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ops import AttentionPlan
-from memory.buddy import BuddyAllocator, OutOfUnits
-from memory.config import EXACT_ORDER, CacheConfig
-from memory.errors import CapacityError
-
-
-class OutOfPages(Exception):
-    """The pool has too few free pages. Normal flow: the scheduler waits or makes room, and retries."""
+from kernels.ops import AttentionPlan, Ops
+from memory import policy
+from memory.config import WARM_BITS, CacheConfig
+from memory.frames import Frames, OutOfPages, padded
+from memory.importance import AttentionRecord, Scorer, page_ages, score_pages
 
 
 class CachedSequence:
     """The cached tokens of one request: `length` of them, in the order of `pages`."""
 
-    __slots__ = ("length", "pages")
+    __slots__ = ("attention", "length", "moves", "pages", "peak_bytes", "warm_mass")
 
     def __init__(self) -> None:
         self.pages = array("i")
         self.length = 0
+        self.attention = AttentionRecord()
+        self.moves = 0
+        self.peak_bytes = 0  # of its pages, the chunk in flight included
+        self.warm_mass = 0.0  # share of the attention observed last that went to compressed pages
 
 
 class KVCache:
     """K and V of every live token. One owner: not safe for threads."""
 
-    def __init__(self, config: CacheConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocates the arena (on a CPU the system backs it with memory only as pages are written).
-
-        Raises CapacityError if the device does not have the bytes.
-        """
+    def __init__(
+        self, config: CacheConfig, dtype: torch.dtype, device: torch.device, ops: Ops, scorer: Scorer | None = None
+    ) -> None:
+        """Allocates the arena. Raises CapacityError if the device does not have the bytes."""
         self.config = config
-        shape = (config.num_layers, 2, config.num_kv_heads, config.num_units, config.unit_bytes)
-        try:
-            arena = torch.empty(shape, dtype=torch.uint8, device=device)
-        except RuntimeError as error:  # torch raises this for a CPU and its subclass OutOfMemoryError for CUDA
-            size = config.num_pages * config.page_bytes
-            raise CapacityError(
-                f"a KV cache of {size} bytes ({config.num_pages} pages) does not fit {device}; "
-                "use a smaller --kv-cache-memory or --max-model-len"
-            ) from error
-        frames = (config.num_layers, 2, config.num_kv_heads, config.num_pages, config.page_size, config.head_dim)
-        exact = arena.view(dtype).view(frames)
-        # (K, V) of each layer, [heads, frames, page_size, head_dim]
-        self.layers: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in exact]
         self.device = device
-        self._allocator = BuddyAllocator(config.num_units)
-        self._frame_table = np.zeros(config.num_pages, dtype=np.int32)  # page -> first unit
-        self._free_pages = list(range(config.num_pages - 1, -1, -1))
+        self.num_moves = 0
+        self._scorer = scorer or Scorer()
+        self._frames = Frames(config, dtype, device, ops)
+        self.layers = self._frames.layers
+        self._planes = config.unit_total_bytes // config.unit_bytes
 
     @property
     def num_free_pages(self) -> int:
         """Exact pages that can still be allocated."""
-        return self._allocator.free_units >> EXACT_ORDER
+        return self._frames.free_units >> self.config.exact_order
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes allocated to pages, whole blocks, and the frame table."""
-        used = self._allocator.used_units * self.config.unit_bytes * 2 * self.config.num_layers
-        return used * self.config.num_kv_heads + self._frame_table.nbytes
+        """Bytes allocated to pages and scales, whole blocks, and the frame table."""
+        return self._frames.resident_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the resident bytes, those in shared host memory."""
+        return self._frames.shared_bytes
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes of the whole pool and the frame table."""
-        return self.config.num_pages * self.config.page_bytes + self._frame_table.nbytes
+        return self.config.num_units * self.config.unit_total_bytes + self._frames.table_bytes
+
+    def report(self, sequence: CachedSequence) -> dict[str, Any]:
+        """What the sequence holds, in tokens and bytes by tier; the keys stay the same from version to version."""
+        config = self.config
+        counts = self._pages_by_bits(sequence)
+        sizes = {bits: config.page_cost(bits) * count * self._planes for bits, count in counts.items()}
+        warm_pages = sum(count for bits, count in counts.items() if bits < config.exact_bits)
+        sizes[config.exact_bits] = sizes.get(config.exact_bits, 0) - self._halves(sequence) * config.page_bytes // 2
+        hot_bytes = sizes[config.exact_bits]
+        resident = sum(sizes.values())
+        return {
+            "hot_tokens": sequence.length - warm_pages * config.page_size,
+            "warm_tokens": warm_pages * config.page_size,
+            "cold_tokens": 0,
+            "hot_bytes": hot_bytes,
+            "warm_bytes": resident - hot_bytes,
+            "cold_bytes": 0,
+            "pages_by_bits": counts,
+            "resident_bytes": resident,
+            "total_bytes": resident,
+            "full_bytes": sequence.length * config.token_bytes,
+            "peak_bytes": max(sequence.peak_bytes, resident),
+            "moves": sequence.moves,  # of pages, each to a format below its own; none ever moves up
+            "warm_mass": sequence.warm_mass,
+            "missed_mass": 0.0,  # no token is dropped: every query attends to all of them
+        }
+
+    def _pages_by_bits(self, sequence: CachedSequence) -> dict[int, int]:
+        bits, counts = np.unique(self._frames.bits[sequence.pages], return_counts=True)
+        return dict(zip(bits.tolist(), counts.tolist(), strict=True))
+
+    def _cost(self, sequence: CachedSequence) -> int:
+        """Bytes of its pages in one plane of one head."""
+        whole = sum(self.config.page_cost(bits) * count for bits, count in self._pages_by_bits(sequence).items())
+        return whole - self._halves(sequence) * self.config.page_cost(self.config.exact_bits) // 2
+
+    def _halves(self, sequence: CachedSequence) -> int:
+        """1 if its last page, the only one that can be, is halved, else 0."""
+        return int(bool(sequence.pages) and self._frames.is_half(sequence.pages[-1]))
+
+    def missing_pages(self, sequence: CachedSequence, length: int) -> int:
+        """Exact pages that must be free before the sequence can have `length` tokens."""
+        missing = max(self.config.pages_for(length) - len(sequence.pages), 0)
+        return missing + (self._halves(sequence) if self._outgrows(sequence, length) else 0)
+
+    def _outgrows(self, sequence: CachedSequence, length: int) -> bool:
+        """Whether `length` tokens are more than half of the sequence's last page holds."""
+        return 2 * length > (2 * len(sequence.pages) - 1) * self.config.page_size
 
     def reserve(self, sequence: CachedSequence, length: int, room: int = 0) -> None:
         """Give the sequence the pages for `length` tokens. room: further tokens expected, to be placed beside them.
 
         Raises OutOfPages, and changes nothing, if the pool is short.
         """
+        if self._halves(sequence) and self._outgrows(sequence, length):
+            self._frames.complete(sequence.pages[-1])
         missing = self.config.pages_for(length) - len(sequence.pages)
-        if missing <= 0:
-            return
-        if missing > len(self._free_pages):
-            raise OutOfPages(f"{missing} pages wanted, {len(self._free_pages)} of {self.config.num_pages} free")
-        last = int(self._frame_table[sequence.pages[-1]]) if sequence.pages else None
-        starts: list[int] = []
-        try:
-            self._place(starts, last, missing, self.config.pages_for(length + room) - self.config.pages_for(length))
-        except BaseException as error:
-            for start in starts:
-                self._allocator.free(start)
-            if isinstance(error, OutOfUnits):
-                raise OutOfPages(str(error)) from None
-            raise
-        for start in starts:
-            page = self._free_pages.pop()
-            self._frame_table[page] = start
-            sequence.pages.append(page)
-
-    def _place(self, starts: list[int], last: int | None, missing: int, room: int) -> None:
-        """Append the first units of `missing` frames: behind the sequence's last, else in runs as long as can be."""
-        allocator, step = self._allocator, 1 << EXACT_ORDER
-        while missing:
-            if last is not None and allocator.extend(last + step, EXACT_ORDER):
-                last += step
-                starts.append(last)
-                missing -= 1
-                continue
-            count = min(missing, max(1, allocator.longest_run(EXACT_ORDER)))
-            first = allocator.alloc_run(count, EXACT_ORDER, room=room + missing - count)
-            starts.extend(range(first, first + count * step, step))
-            last = starts[-1]
-            missing -= count
+        if missing > 0:
+            further = self.config.pages_for(length + room) - self.config.pages_for(length)
+            last = sequence.pages[-1] if sequence.pages else None
+            sequence.pages.extend(self._frames.alloc(last, missing, further))
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget the tokens from `length` on and give back the pages that held nothing else."""
         assert 0 <= length <= sequence.length, f"cannot truncate {sequence.length} tokens to {length}"
         keep = self.config.pages_for(length)
+        whole = length % self.config.page_size == 0
+        assert whole or self._frames.is_exact(sequence.pages[keep - 1]), "the next token would go to a compressed page"
         for page in sequence.pages[keep:]:
-            self._allocator.free(int(self._frame_table[page]))
-            self._free_pages.append(page)
+            self._frames.free(page)
         del sequence.pages[keep:]
         sequence.length = length
 
@@ -149,35 +162,158 @@ class KVCache:
         """Give back everything the sequence has, reserved pages included."""
         self.truncate(sequence, 0)
 
+    # What the budget moves.
+
+    def settle(self, sequences: Iterable[CachedSequence]) -> None:
+        """Compress what the budget asks of each sequence, and what the bound on exact tokens asks of all together."""
+        tiers = self.config.tiers
+        if tiers is None:
+            return
+        sequences = list(sequences)
+        if tiers.budget is not None or tiers.hot_ratio:
+            for sequence in sequences:
+                if (
+                    tiers.budget is not None
+                    and 0 < 2 * (sequence.length % self.config.page_size) <= self.config.page_size
+                ):
+                    self._frames.halve(sequence.pages[sequence.length // self.config.page_size])
+                limit = self._limit(sequence.length, tiers.budget or 1.0)
+                self._shrink([sequence], self._cost(sequence) - limit, limit)
+        hot = sum(self._pages_by_bits(sequence).get(self.config.exact_bits, 0) for sequence in sequences)
+        if tiers.hot_layer_size is not None and hot * self.config.page_size > tiers.hot_layer_size:
+            self._shrink(sequences, 0, 0, hot_tokens=tiers.hot_layer_size)
+
+    def _limit(self, length: int, budget: float) -> int:
+        """Bytes of one plane of one head that `budget` grants a sequence.
+
+        Full pages have a format that the budget pays for, and never fall below it for the sake of the page that is
+        being filled and of the first page, which stays at 8 bits: in a short text these two may come on top.
+        """
+        config = self.config
+        full, rest = divmod(length, config.page_size)
+        exact, *costs = (config.page_cost(bits) for bits in (config.exact_bits, *WARM_BITS))
+        # A block of records may be this sequence's alone.
+        limit = int(budget * length * exact) // config.page_size - (config.unit_bytes << config.record_order)
+        paid = next((cost for cost in costs if cost <= budget * exact), costs[-1])
+        filled = 0 if not rest else exact // 2 if 2 * rest <= config.page_size else exact
+        return max(limit, min(full, 1) * costs[0] + max(full - 1, 0) * paid + filled)
+
+    def obtainable_pages(self, sequences: Sequence[CachedSequence]) -> int:
+        """Exact pages there could be beside what the sequences hold, once that is as small as it can be."""
+        least = sum(self.config.least_units(sequence.length) for sequence in sequences)
+        return max(self.config.num_units - least, 0) >> self.config.exact_order
+
+    def make_room(self, num_pages: int, sequences: Sequence[CachedSequence]) -> None:
+        """Have room for so many exact pages, at the cost of what the sequences hold. Raises OutOfPages."""
+        wanted = num_pages << self.config.exact_order
+        while (short := wanted - self._frames.free_units) > 0 and self.config.tiers:
+            capacity = (self.config.num_units - wanted) * self.config.unit_bytes
+            if not self._shrink(sequences, short * self.config.unit_bytes, capacity):
+                break
+        if short > 0:
+            raise OutOfPages(f"{num_pages} pages wanted, {self.num_free_pages} of {self.config.num_pages} free")
+        self._frames.compact(num_pages)
+
+    def _shrink(
+        self,
+        sequences: Sequence[CachedSequence],
+        excess: int,
+        limit: int,
+        hot_tokens: int | None = None,
+    ) -> bool:
+        """Move pages of the sequences down until `excess` bytes of a plane are free; says whether any could move.
+
+        limit: what they may take together; exact pages leave warm_layer_ratio of it to the others. hot_tokens: exact
+        tokens there may be.
+        """
+        config, tiers = self.config, self.config.tiers
+        assert tiers is not None
+        counts = [sequence.length // config.page_size for sequence in sequences]  # full pages
+        every = [page for sequence, count in zip(sequences, counts, strict=True) for page in sequence.pages[:count]]
+        if not every or (excess <= 0 and hot_tokens is None and not tiers.hot_ratio):
+            return False
+        ages = [page_ages(n, config.page_size, sequence.length) for sequence, n in zip(sequences, counts, strict=True)]
+        scores = [
+            score_pages(self._scorer, sequence.attention, age, tiers.importance)
+            for sequence, age in zip(sequences, ages, strict=True)
+        ]
+        page_ids, age = np.array(every), np.concatenate(ages)
+        pages = policy.Pages(
+            scores=np.concatenate(scores),
+            bits=self._frames.bits[page_ids].astype(np.int64),
+            ages=age,
+            recent=age < tiers.recent_tokens,
+            sinks=np.concatenate([np.arange(n) == 0 for n in counts]),
+        )
+        costs = {bits: config.page_cost(bits) for bits in (config.exact_bits, *WARM_BITS)}
+        exact_pages = int((pages.bits == config.exact_bits).sum())
+        room = hot_tokens // config.page_size if hot_tokens is not None else (
+            int(limit * (1 - tiers.warm_layer_ratio)) // costs[config.exact_bits]
+        )  # fmt: skip
+        moves = policy.plan(pages, costs, excess, exact_pages - room, tiers)
+        for bits in {move.bits for move in moves}:
+            self._frames.compress(page_ids[[move.page for move in moves if move.bits == bits]], bits)
+        owners = np.repeat(np.arange(len(sequences)), counts)
+        for move in moves:
+            sequences[owners[move.page]].moves += 1
+        self.num_moves += len(moves)
+        return bool(moves)
+
+    # What a step reads and writes.
+
     def plan(self, sequences: Sequence[CachedSequence], counts: Sequence[int], num_decodes: int) -> AttentionPlan:
         """Where this step's tokens go and what they see: `counts[i]` new tokens of `sequences[i]`, whose pages are
         reserved. The first `num_decodes` sequences have one each. The sequences do not change: see `commit`."""
-        size = self.config.page_size
+        size, exact_bits = self.config.page_size, self.config.exact_bits
         lengths = [sequence.length + count for sequence, count in zip(sequences, counts, strict=True)]
-        page_table = np.zeros((len(sequences), max(map(self.config.pages_for, lengths))), dtype=np.int32)
-        slots, pieces = [], []
-        for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
-            pages = np.array(sequence.pages)[: self.config.pages_for(length)]
-            frames = self._frame_table[pages] >> EXACT_ORDER
-            page_table[row, : len(frames)] = frames
-            new = np.arange(sequence.length, length)
-            slots.append(frames[new // size].astype(np.int64) * size + new % size)
-            pieces.append(_pieces(frames, length, size))
+        tables = [np.array(s.pages)[: self.config.pages_for(n)] for s, n in zip(sequences, lengths, strict=True)]
+        exact = [pages[self._frames.bits[pages] == exact_bits] for pages in tables]
+        frames = [self._frames.exact_frames(pages) for pages in exact]
+        exact_lens, slots, pieces = [], [], []
+        for sequence, pages, mine, length in zip(sequences, tables, frames, lengths, strict=True):
+            compressed = (len(pages) - len(mine)) * size  # the new tokens are exact, and the last of those that are
+            new = np.arange(sequence.length, length) - compressed
+            slots.append(mine[new // size].astype(np.int64) * size + new % size)
+            pieces.append(_pieces(mine, length - compressed, size))
+            exact_lens.append(length - compressed)
+        present = sorted({bits for pages in tables for bits in self._frames.bits[pages].tolist()} - {exact_bits})
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         return AttentionPlan(
             query_start=self._tensor(starts),
-            seq_lens=self._tensor(np.array(lengths, dtype=np.int32)),
-            page_table=self._tensor(page_table),
+            exact_lens=self._tensor(np.array(exact_lens, dtype=np.int32)),
+            page_table=self._tensor(padded(frames)),
             slots=self._tensor(np.concatenate(slots)),
             num_decodes=num_decodes,
             max_query_len=max(counts[num_decodes:], default=0),
-            max_seq_len=max(lengths),
+            max_exact_len=max(exact_lens),
             pieces=tuple(pieces),
+            warm=tuple(self._frames.warm_pages(tables, bits) for bits in present),
         )
+
+    def observe(self, sequences: Sequence[CachedSequence], plan: AttentionPlan, shares: list[np.ndarray]) -> None:
+        """Keep what the step's attention was: shares (`Observation.shares`) of the plan's page columns. Before the
+        step's tokens are committed."""
+        assert self.config.tiers is not None
+        formats = [self.config.exact_bits, *(warm.bits for warm in plan.warm)]
+        first = np.cumsum([0, plan.page_table.shape[1], *(warm.codes.shape[1] for warm in plan.warm)])
+        lengths = (plan.exact_lens.cpu().numpy() + self.config.page_size * sum(
+            (warm.counts.cpu().numpy() for warm in plan.warm), np.zeros(len(sequences), dtype=np.int32)
+        ))  # fmt: skip
+        for sequence, share, length in zip(sequences, shares, lengths.tolist(), strict=True):
+            bits = self._frames.bits[np.array(sequence.pages)[: self.config.pages_for(length)]]
+            lifts = np.empty(len(bits), dtype=np.float32)
+            for column, kind in zip(first, formats, strict=False):
+                places = np.flatnonzero(bits == kind)
+                lifts[places] = share[column : column + len(places)]
+            sequence.warm_mass = float(lifts[bits < self.config.exact_bits].sum())
+            lifts *= length / self.config.page_size
+            sequence.attention.observe(lifts, length, self.config.tiers.attention_window)
 
     def commit(self, sequence: CachedSequence, count: int) -> None:
         """The next `count` tokens have been written."""
         sequence.length += count
+        if self.config.tiers is not None:
+            sequence.peak_bytes = max(sequence.peak_bytes, self._cost(sequence) * self._planes)
         assert self.config.pages_for(sequence.length) <= len(sequence.pages), "tokens written past the reserved pages"
 
     def _tensor(self, values: np.ndarray) -> Tensor:
@@ -185,15 +321,13 @@ class KVCache:
 
     def check(self, sequences: Iterable[CachedSequence]) -> None:
         """Assert the invariants; `sequences` are all that are alive."""
-        self._allocator.check()
-        used = [page for sequence in sequences for page in sequence.pages]
-        assert sorted(used + self._free_pages) == list(range(self.config.num_pages)), "a page is lost or used twice"
-        starts = [int(self._frame_table[page]) for page in used]
-        assert len(set(starts)) == len(starts), "two pages have the same frame"
-        assert all(self._allocator.block_order(start) == EXACT_ORDER for start in starts), "a frame has the wrong order"
-        assert len(used) << EXACT_ORDER == self._allocator.used_units, "the allocator holds blocks that no page has"
+        sequences = list(sequences)
+        self._frames.check([page for sequence in sequences for page in sequence.pages])
         for sequence in sequences:
             assert len(sequence.pages) >= self.config.pages_for(sequence.length), "a sequence lacks pages"
+            if sequence.length % self.config.page_size:
+                page = sequence.pages[sequence.length // self.config.page_size]
+                assert self._frames.is_exact(page), "a page that is being filled is compressed"
 
 
 def _pieces(frames: np.ndarray, length: int, page_size: int) -> tuple[tuple[int, int], ...]:

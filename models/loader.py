@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.checkpoint import TensorInfo, some
 from models.errors import ModelFormatError
@@ -22,41 +22,38 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def load_weights(
-    module: nn.Module,
+    weights: dict[str, Tensor],
     tensors: dict[str, TensorInfo],
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[Iterable[str]], Iterable[str]] = iter,
     check_tensors: bool = False,
 ) -> None:
-    """Fill a module built on the meta device; at no time more than the weights and one tensor are held.
+    """Put the tensors in place of those on the meta device; at no time more than the weights and one tensor are held.
 
     check_tensors: refuse NaN and infinities, also those that the conversion to `dtype` makes. Raises ModelFormatError
     for what `check_fit` finds, before a byte is read, and for the tensors that are not finite (all listed).
     """
-    check_fit(module, tensors)
-    wanted = module.state_dict()
-    order = sorted(wanted, key=lambda name: (str(tensors[name].file), tensors[name].offset))
-    state = {}
+    check_fit(weights, tensors)
+    order = sorted(weights, key=lambda name: (str(tensors[name].file), tensors[name].offset))
     not_finite = []
     for name in progress(order):
         tensor = read_tensor(tensors[name])
-        state[name] = tensor.to(device=device, dtype=dtype)
-        if check_tensors and not _finite(state[name]):
+        weights[name] = tensor.to(device=device, dtype=dtype)
+        if check_tensors and not _finite(weights[name]):
             made = f" (finite in {tensors[name].dtype}, not in {str(dtype).removeprefix('torch.')})"
             not_finite.append(name + (made if _finite(tensor) else ""))
     if not_finite:
         raise ModelFormatError(f"{_place(tensors)}: tensors with NaN or infinite values: {some(not_finite)}")
-    module.load_state_dict(state, strict=True, assign=True)
 
 
-def check_fit(module: nn.Module, tensors: dict[str, TensorInfo]) -> None:
-    """That the tensors are those that the module wants, from their headers.
+def check_fit(weights: Mapping[str, Tensor], tensors: dict[str, TensorInfo]) -> None:
+    """That the tensors are those that the model wants, from their headers.
 
-    Tensors that the module has no place for are ignored where checkpoints are known to carry them (rotary tables, a
+    Tensors that the model has no place for are ignored where checkpoints are known to carry them (rotary tables, a
     copy of a tied head). Raises ModelFormatError for missing or surplus tensors (all listed), wrong shapes and dtypes.
     """
-    wanted = {name: tuple(parameter.shape) for name, parameter in module.state_dict().items()}
+    wanted = {name: tuple(weight.shape) for name, weight in weights.items()}
     missing = sorted(wanted.keys() - tensors.keys())
     if missing:
         hint = (

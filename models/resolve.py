@@ -20,9 +20,20 @@ ALIASES = {
 
 def cache_directory() -> Path:
     """Where models fetched by our own tools lie: $ISOTHERM_CACHE, else the XDG cache directory."""
-    if own := os.environ.get("ISOTHERM_CACHE"):
-        return _expanded(own)
-    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "isotherm"
+    return _from_environment("ISOTHERM_CACHE") or _xdg_cache() / "isotherm"
+
+
+def _xdg_cache() -> Path:
+    return _from_environment("XDG_CACHE_HOME") or _expanded("~/.cache")
+
+
+def _huggingface_hub() -> Path:
+    home = _from_environment("HF_HOME") or _xdg_cache() / "huggingface"
+    return _from_environment("HF_HUB_CACHE") or home / "hub"
+
+
+def _from_environment(variable: str) -> Path | None:
+    return _expanded(value) if (value := os.environ.get(variable)) else None
 
 
 def _expanded(path: str) -> Path:
@@ -30,20 +41,10 @@ def _expanded(path: str) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def _huggingface_hub() -> Path:
-    if hub := os.environ.get("HF_HUB_CACHE"):
-        return _expanded(hub)
-    if home := os.environ.get("HF_HOME"):
-        return _expanded(home) / "hub"
-    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
-
-
 def _roots() -> list[Path]:
     """The directories whose entries are models."""
-    roots = [cache_directory() / "models"]
-    if own := os.environ.get("ISOTHERM_MODELS"):
-        roots.insert(0, _expanded(own))
-    return roots
+    own = _from_environment("ISOTHERM_MODELS")
+    return [*([own] if own else []), cache_directory() / "models"]
 
 
 def places() -> list[Path]:
@@ -53,16 +54,15 @@ def places() -> list[Path]:
 
 def found() -> list[tuple[str, Path]]:
     """Every model that `resolve` finds by name: (name, directory), in the order in which it looks."""
-    models: dict[str, Path] = {}
-    for root in _roots():
-        for child in _children(root):
-            if os.path.isfile(child / "config.json"):
-                models.setdefault(child.name, child)
+    candidates = [(child.name, child) for root in _roots() for child in _children(root)]
     for repository in _children(_huggingface_hub()):
-        name = repository.name.removeprefix("models--").replace("--", "/", 1)
-        snapshot = _snapshot(repository)
-        if name != repository.name and os.path.isfile(snapshot / "config.json"):
-            models.setdefault(name, snapshot)
+        prefix, _, name = repository.name.partition("models--")
+        if name and not prefix:
+            candidates.append((name.replace("--", "/", 1), _snapshot(repository)))
+    models: dict[str, Path] = {}
+    for name, path in candidates:
+        if os.path.isfile(path / "config.json"):
+            models.setdefault(name, path)
     return list(models.items())
 
 
@@ -79,21 +79,16 @@ def resolve(name: str) -> Path:
 
     Raises ModelFormatError that lists where it looked, names near it, and how to get the model.
     """
-    looked = []
-    roots = _roots()
-    path = _expanded(name)
-    for candidate in dict.fromkeys([path, *(root / name for root in roots)]):
+    roots, repository = _roots(), ALIASES.get(name, name)
+    candidates = [_expanded(name), *(root / name for root in roots)]
+    if _is_repository(repository):
+        candidates.append(_snapshot(_huggingface_hub() / f"models--{repository.replace('/', '--')}"))
+    for candidate in candidates:
         if os.path.isfile(candidate / "config.json"):
             return candidate
-        looked.append(f"{candidate} ({_why_not(candidate)})")
-    repository = ALIASES.get(name, name)
-    if _is_repository(repository):
-        snapshot = _snapshot(_huggingface_hub() / f"models--{repository.replace('/', '--')}")
-        if os.path.isfile(snapshot / "config.json"):
-            return snapshot
-        looked.append(f"{snapshot} ({_why_not(snapshot)})")
-    lines = [f"model {name!r} was not found. Looked at:", *(f"  {place}" for place in looked)]
-    known = set(ALIASES) | {child.name for root in roots if root.is_dir() for child in root.iterdir() if child.is_dir()}
+    looked = [f"  {candidate} ({_why_not(candidate)})" for candidate in dict.fromkeys(candidates)]
+    lines = [f"model {name!r} was not found. Looked at:", *looked]
+    known = set(ALIASES) | {child.name for root in roots for child in _children(root) if child.is_dir()}
     if near := difflib.get_close_matches(name, sorted(known - {name}), cutoff=0.5):
         lines.append(f"Names near it: {', '.join(near)}")
     raise ModelFormatError("\n".join([*lines, _advice(name, repository)]))

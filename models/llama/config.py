@@ -12,22 +12,16 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # What each kind of RoPE scaling needs beside its type: key -> (least, greatest).
-_POSITIVE = (1e-6, 1e6)
+_FACTOR, _POSITIVE = (1.0, 4096.0), (1e-6, 1e6)
 _ROPE_KEYS: dict[str, dict[str, tuple[float, float]]] = {
-    "linear": {"factor": (1.0, 4096.0)},
-    "dynamic": {"factor": (1.0, 4096.0)},
-    "yarn": {"factor": (1.0, 4096.0)},
-    "llama3": {"factor": (1.0, 4096.0), "low_freq_factor": _POSITIVE, "high_freq_factor": _POSITIVE},
+    "linear": {"factor": _FACTOR},
+    "dynamic": {"factor": _FACTOR},
+    "yarn": {"factor": _FACTOR},
+    "llama3": {"factor": _FACTOR, "low_freq_factor": _POSITIVE, "high_freq_factor": _POSITIVE},
 }
-_ROPE_OPTIONAL: dict[str, dict[str, tuple[float, float]]] = {
-    "yarn": {
-        "attention_factor": (1e-3, 1e3),
-        "beta_fast": _POSITIVE,
-        "beta_slow": _POSITIVE,
-        "mscale": (0.0, 1e3),
-        "mscale_all_dim": (0.0, 1e3),
-    }
-}
+_YARN_OPTIONAL = {"attention_factor": (1e-3, 1e3), "beta_fast": _POSITIVE, "beta_slow": _POSITIVE,
+                  "mscale": (0.0, 1e3), "mscale_all_dim": (0.0, 1e3)}  # fmt: skip
+BETA_SLOW, BETA_FAST = 1.0, 32.0  # yarn's, where none are given
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +158,14 @@ def _check_architecture(raw: Mapping[str, Any]) -> None:
 
 
 def _integer(raw: Mapping[str, Any], key: str, least: int, greatest: int, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None:
-        value = default
+    value = default if raw.get(key) is None else raw[key]
     if type(value) is not int or not least <= value <= greatest:
         raise ConfigError(f"{key} must be an integer from {least} to {greatest}, got {shown(value)}")
     return value
 
 
 def _number(raw: Mapping[str, Any], key: str, least: float, greatest: float, default: float | None = None) -> float:
-    value = raw.get(key)
-    if value is None:
-        value = default
+    value = default if raw.get(key) is None else raw[key]
     # Written as "accept only if", so that NaN is refused.
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= greatest:
         raise ConfigError(f"{key} must be a number from {least:g} to {greatest:g}, got {shown(value)}")
@@ -183,9 +173,7 @@ def _number(raw: Mapping[str, Any], key: str, least: float, greatest: float, def
 
 
 def _flag(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    value = raw.get(key)
-    if value is None:
-        value = default
+    value = default if raw.get(key) is None else raw[key]
     if type(value) is not bool:
         raise ConfigError(f"{key} must be true or false, got {shown(value)}")
     return value
@@ -194,35 +182,27 @@ def _flag(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
 def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
     """(rope_theta, raw scaling). Transformers 4 keeps the base at the top level and the scaling in `rope_scaling`, 5
     keeps both in `rope_parameters`, which it also reads from `rope_scaling`; what is said twice must agree."""
-    places = {
-        "the top level": raw,
-        "rope_parameters": raw.get("rope_parameters"),
-        "rope_scaling": raw.get("rope_scaling"),
-    }
+    places = {"the top level": raw}
     for name in ("rope_parameters", "rope_scaling"):
-        if not isinstance(places[name], Mapping | None):
-            raise ConfigError(f"{name} must be an object, got {shown(places[name])}")
-    found = {
-        name: place["rope_theta"]
-        for name, place in places.items()
-        if place is not None and place.get("rope_theta") is not None
-    }
-    theta = 10000.0
-    for name, value in found.items():
-        theta = _number({"rope_theta": value}, "rope_theta", 2.0, 1e12)
-        first = next(iter(found))
-        if value != found[first]:
-            raise ConfigError(f"rope_theta is {shown(found[first])} at {first} and {shown(value)} in {name}")
-    for place in places.values():
-        if place is not None and place.get("partial_rotary_factor") not in (None, 1):
+        if not isinstance(raw.get(name), Mapping | None):
+            raise ConfigError(f"{name} must be an object, got {shown(raw[name])}")
+        places[name] = raw.get(name) or {}
+    said: list[tuple[str, Any]] = []
+    for name, place in places.items():
+        if (value := place.get("rope_theta")) is not None:
+            _number(place, "rope_theta", 2.0, 1e12)
+            said.append((name, value))
+            if value != said[0][1]:
+                raise ConfigError(f"rope_theta is {shown(said[0][1])} at {said[0][0]} and {shown(value)} in {name}")
+        if place.get("partial_rotary_factor") not in (None, 1):
             raise ConfigError(f"partial_rotary_factor must be 1, got {shown(place['partial_rotary_factor'])}")
     own, newer = (
-        {key: value for key, value in (place or {}).items() if key not in ("rope_theta", "partial_rotary_factor")}
-        for place in (places["rope_scaling"], places["rope_parameters"])
+        {key: value for key, value in places[name].items() if key not in ("rope_theta", "partial_rotary_factor")}
+        for name in ("rope_scaling", "rope_parameters")
     )
     if own and newer and _rope_scaling(own, 1) != _rope_scaling(newer, 1):
         raise ConfigError(f"rope_scaling {shown(own)} and rope_parameters {shown(newer)} do not agree")
-    return theta, own or newer
+    return float(said[0][1]) if said else 10000.0, own or newer
 
 
 def _rope_scaling(raw: Mapping[str, Any] | None, context: int) -> RopeScaling | None:
@@ -238,21 +218,17 @@ def _rope_scaling(raw: Mapping[str, Any] | None, context: int) -> RopeScaling | 
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise ConfigError(f"rope_scaling's rope_type must be one of {', '.join(_ROPE_KEYS)}, got {shown(kind)}")
     values = {key: _number(raw, key, low, high) for key, (low, high) in _ROPE_KEYS[kind].items()}
-    for key, (low, high) in _ROPE_OPTIONAL.get(kind, {}).items():
-        if raw.get(key) is not None:
-            values[key] = _number(raw, key, low, high)
+    if kind == "yarn":
+        given = {key: limits for key, limits in _YARN_OPTIONAL.items() if raw.get(key) is not None}
+        values |= {key: _number(raw, key, low, high) for key, (low, high) in given.items()}
     original = context  # dynamic and linear scaling know no other
     if kind in ("yarn", "llama3"):
         default = context if kind == "yarn" else None
         original = _integer(raw, "original_max_position_embeddings", 1, 1 << 27, default=default)
-    if kind == "llama3" and not values["low_freq_factor"] < values["high_freq_factor"]:
-        raise ConfigError(
-            f"rope_scaling needs low_freq_factor < high_freq_factor, "
-            f"got {values['low_freq_factor']:g} and {values['high_freq_factor']:g}"
-        )
-    if kind == "yarn" and not values.get("beta_slow", 1.0) < values.get("beta_fast", 32.0):
-        raise ConfigError(
-            f"rope_scaling needs beta_slow < beta_fast, "
-            f"got {values.get('beta_slow', 1.0):g} and {values.get('beta_fast', 32.0):g}"
-        )
+    ordered = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+    if kind in ordered:
+        low, high = ordered[kind]
+        least, most = values.get(low, BETA_SLOW), values.get(high, BETA_FAST)
+        if not least < most:
+            raise ConfigError(f"rope_scaling needs {low} < {high}, got {least:g} and {most:g}")
     return RopeScaling(kind, original, values, truncate=_flag(raw, "truncate", default=True))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.ops import Ops
 from models.llama.config import LlamaConfig
@@ -17,73 +17,43 @@ from models.llama.rope import rope_table
 Attention = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class LlamaWeights(nn.Module):
-    """The parameters under the names that Hugging Face checkpoints give them. Built on the meta device, filled by
-    `load_state_dict(strict=True, assign=True)`, consumed by `Llama`."""
+class LlamaWeights(dict[str, Tensor]):
+    """The parameters under the names that Hugging Face checkpoints give them: on the meta device until
+    `models.loader.load_weights` puts them in, consumed by `Llama`."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.model = _Body(config)
-        self.lm_head: _Parameters | None = None
-        if not config.tie_word_embeddings:
-            self.lm_head = _Parameters(config.vocab_size, config.hidden_size)
-
-
-class _Parameters(nn.Module):
-    """A weight and perhaps a bias, without data. torch's own modules would run their initialisers on the meta device,
-    which takes 150 MB of imports."""
-
-    def __init__(self, *shape: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight: Tensor = nn.Parameter(torch.empty(shape, device="meta"))
-        self.bias: Tensor | None = nn.Parameter(torch.empty(shape[:1], device="meta")) if bias else None
-
-
-class _Body(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.embed_tokens = _Parameters(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(_LayerWeights(config) for _ in range(config.num_layers))
-        self.norm = _Parameters(config.hidden_size)
-
-
-class _LayerWeights(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.input_layernorm = _Parameters(config.hidden_size)
-        self.self_attn = _AttentionWeights(config)
-        self.post_attention_layernorm = _Parameters(config.hidden_size)
-        self.mlp = _MLPWeights(config)
-
-
-class _AttentionWeights(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        hidden, bias = config.hidden_size, config.attention_bias
+        hidden, inner = config.hidden_size, config.intermediate_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = _Parameters(queries, hidden, bias=bias)
-        self.k_proj = _Parameters(keys, hidden, bias=bias)
-        self.v_proj = _Parameters(keys, hidden, bias=bias)
-        self.o_proj = _Parameters(hidden, queries, bias=bias)
+        linears = {  # of a layer: (outputs, inputs, whether it has a bias)
+            "self_attn.q_proj": (queries, hidden, config.attention_bias),
+            "self_attn.k_proj": (keys, hidden, config.attention_bias),
+            "self_attn.v_proj": (keys, hidden, config.attention_bias),
+            "self_attn.o_proj": (hidden, queries, config.attention_bias),
+            "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+            "mlp.up_proj": (inner, hidden, config.mlp_bias),
+            "mlp.down_proj": (hidden, inner, config.mlp_bias),
+        }
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+        for layer in (f"model.layers.{i}" for i in range(config.num_layers)):
+            shapes |= {f"{layer}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
+            shapes |= {f"{layer}.{name}.weight": linear[:2] for name, linear in linears.items()}
+            shapes |= {f"{layer}.{name}.bias": (outputs,) for name, (outputs, _, bias) in linears.items() if bias}
+        shapes["model.norm.weight"] = (hidden,)
+        if not config.tie_word_embeddings:
+            shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        super().__init__({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
-
-class _MLPWeights(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = _Parameters(inner, hidden, bias=bias)
-        self.up_proj = _Parameters(inner, hidden, bias=bias)
-        self.down_proj = _Parameters(hidden, inner, bias=bias)
+    def state_dict(self) -> dict[str, Tensor]:
+        """As a torch module gives it."""
+        return dict(self)
 
 
 class _Linear:
     """Linear maps of one input, run as one product."""
 
-    def __init__(self, ops: Ops, *parts: _Parameters) -> None:
-        weights = [part.weight.detach() for part in parts]
-        biases = [part.bias.detach() for part in parts if part.bias is not None]
-        self.weight = ops.pack_linear(torch.cat(weights) if len(parts) > 1 else weights[0])
-        self.bias = torch.cat(biases) if biases else None
+    def __init__(self, ops: Ops, weights: list[Tensor], biases: Sequence[Tensor] = ()) -> None:
+        self.weight = ops.pack_linear(torch.cat(weights) if len(weights) > 1 else weights[0])
+        self.bias = torch.cat(list(biases)) if biases else None
         self.ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -95,16 +65,20 @@ class _Linear:
 
 
 class _Layer:
-    """One decoder layer, its weights as the backend reads them fastest."""
+    """One decoder layer, its weights as the backend reads them fastest; they are taken out of `weights`."""
 
-    def __init__(self, weights: _LayerWeights, ops: Ops) -> None:
-        attention, mlp = weights.self_attn, weights.mlp
-        self.input_norm = weights.input_layernorm.weight.detach()
-        self.qkv = _Linear(ops, attention.q_proj, attention.k_proj, attention.v_proj)
-        self.output = _Linear(ops, attention.o_proj)
-        self.post_attention_norm = weights.post_attention_layernorm.weight.detach()
-        self.gate_up = _Linear(ops, mlp.gate_proj, mlp.up_proj)
-        self.down = _Linear(ops, mlp.down_proj)
+    def __init__(self, weights: LlamaWeights, prefix: str, ops: Ops) -> None:
+        def linear(*names: str) -> _Linear:
+            found = [weights.pop(f"{prefix}.{name}.weight") for name in names]
+            biases = [weights.pop(key) for name in names if (key := f"{prefix}.{name}.bias") in weights]
+            return _Linear(ops, found, biases)
+
+        self.input_norm = weights.pop(f"{prefix}.input_layernorm.weight")
+        self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.output = linear("self_attn.o_proj")
+        self.post_attention_norm = weights.pop(f"{prefix}.post_attention_layernorm.weight")
+        self.gate_up = linear("mlp.gate_proj", "mlp.up_proj")
+        self.down = linear("mlp.down_proj")
 
     @property
     def nbytes(self) -> int:
@@ -119,14 +93,10 @@ class Llama:
         """Takes the parameters out of `weights` layer by layer, so that no more than one layer is held twice."""
         self.config = config
         self.ops = ops
-        self.layers: list[_Layer] = []
-        for i, layer in enumerate(weights.model.layers):
-            assert isinstance(layer, _LayerWeights), "weights were consumed already"
-            self.layers.append(_Layer(layer, ops))
-            weights.model.layers[i] = nn.Identity()
-        self.embedding = weights.model.embed_tokens.weight.detach()
-        self.norm = weights.model.norm.weight.detach()
-        self.head = _Linear(ops, weights.lm_head or weights.model.embed_tokens)
+        self.layers = [_Layer(weights, f"model.layers.{i}", ops) for i in range(config.num_layers)]
+        self.embedding = weights.pop("model.embed_tokens.weight")
+        self.norm = weights.pop("model.norm.weight")
+        self.head = _Linear(ops, [weights.pop("lm_head.weight", self.embedding)])
         self.rope = rope_table(config, max_positions, self.embedding.device)
 
     @property
@@ -151,7 +121,7 @@ class Llama:
         """
         config, ops, eps = self.config, self.ops, self.config.rms_norm_eps
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        residual = self.embedding[input_ids]
+        residual = self.embedding[input_ids].float()  # rounding it in every layer costs more than all other rounding
         cos_sin = self.rope[positions]
         hidden = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
@@ -169,3 +139,7 @@ class Llama:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token, [rows, vocab_size] float32, of rows of hidden states."""
         return self.head(hidden).float()
+
+    def exact_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` without the last rounding to the weights' dtype, for where they are compared; twice the work."""
+        return self.ops.linear_float32(hidden, self.head.weight)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from models.llama.config import LlamaConfig, RopeScaling
+from models.llama.config import BETA_FAST, BETA_SLOW, LlamaConfig, RopeScaling
 
 
 def rope_table(config: LlamaConfig, max_positions: int, device: torch.device | str = "cpu") -> Tensor:
@@ -55,7 +55,7 @@ def _yarn(config: LlamaConfig, scaling: RopeScaling, inverse: Tensor) -> tuple[T
         """The dimension pair that makes `turns` full turns over the original context."""
         return dims * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
-    low, high = border(values.get("beta_fast", 32.0)), border(values.get("beta_slow", 1.0))
+    low, high = border(values.get("beta_fast", BETA_FAST)), border(values.get("beta_slow", BETA_SLOW))
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)

@@ -1,0 +1,282 @@
+"""Where each page's bytes are: the frame table over the arena, and the moves of pages from one format to a smaller one.
+
+    page id     0    1    2    3        logical; the same in all layers, and kept when the bytes move
+    bits        4   16   16    3        format: bits of an element (16 or 32: exact)
+    start       8   16   32    2        first unit of its code run (3 bits: of the low two)
+    high                       1        3 bits: unit of the high plane
+    record      3              0        compressed: number of its record of scales
+
+                0   1   2   3   4       8      12      16              32
+    arena     | r | h3| low3|       free      | code0 | free | frame 1     | frame 2     | ...
+
+The arena is one uint8 buffer [layers, K or V, heads, units, unit bytes]. A page has the same units in every layer, for
+K, for V and in every head, so one allocation and one table entry place it everywhere; within one head's plane a frame
+is [page_size, head_dim], and frames side by side are one contiguous run of tokens. That is why growth asks for the unit
+behind the last page first: attention on a CPU reads a sequence piece by piece, and a GPU tile is one block copy.
+
+Invariants (`check()` asserts them):
+  - a page in use has blocks of its format's orders (an exact one that is half filled perhaps the lower half only), and
+    a record exactly if it is compressed; no unit has two owners;
+  - what a page's entries say beyond that is stale and never read.
+
+Rejected: frames with all layers inside ([frame, layer, ...]): moves are one copy, but side by side frames are then not
+contiguous in any layer; tokens outermost ([token, head, dim]): torch's matrix products read it at a third of the speed;
+scales in a slab of their own: a tenth of the pool would be set aside for pages that may never be compressed, so records
+are cut from units of the arena instead.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.ops import LayerCache, Ops, WarmPages
+from memory.arena import Arena
+from memory.buddy import OutOfUnits
+from memory.config import WARM_BITS, CacheConfig
+
+# Elements of exact pages that one call compresses: its temporaries are some ten times as many bytes.
+_MOVE_ELEMENTS = 1 << 22
+
+
+class OutOfPages(Exception):
+    """The pool has too few free pages. Normal flow: the scheduler waits or makes room, and retries."""
+
+
+class Frames:
+    """The bytes of all pages. One owner: not safe for threads."""
+
+    def __init__(self, config: CacheConfig, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
+        """Allocates the arena. Raises CapacityError if the device does not have the bytes."""
+        self.config = config
+        self.device = device
+        self._ops = ops
+        self._exact = Arena(config, config.num_units, device)
+        # Compressed pages share the arena of the exact ones unless they are to lie in the host's memory.
+        shared = config.tiers is not None and config.tiers.shared
+        self._warm = Arena(config, config.num_units, device, shared=True) if shared else self._exact
+        shape = (config.num_layers, 2, config.num_kv_heads, -1, config.page_size, config.head_dim)
+        self._frames = self._exact.bytes.view(dtype).view(shape)
+        self.layers = [LayerCache(*exact, *units) for exact, units in zip(self._frames, self._warm.bytes, strict=True)]
+        count = config.num_units // (WARM_BITS[-1] if config.tiers else config.exact_bits)
+        self.bits = np.zeros(count, dtype=np.uint8)
+        self._start = np.zeros(count, dtype=np.int32)
+        self._high = np.zeros(count if config.tiers else 0, dtype=np.int32)
+        self._record = np.zeros(count if config.tiers else 0, dtype=np.int32)
+        self._free_pages = list(range(count - 1, -1, -1))
+
+    @property
+    def free_units(self) -> int:
+        """Units that exact pages can still be made of."""
+        return self._exact.allocator.free_units
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes allocated to pages and scales, whole blocks, and the frame table."""
+        return self._exact.used_bytes + self.shared_bytes + self.table_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the resident bytes, those in shared host memory."""
+        return self._warm.used_bytes if self._warm is not self._exact else 0
+
+    @property
+    def table_bytes(self) -> int:
+        tables = (self.bits, self._start, self._high, self._record)
+        return sum(table.nbytes for table in (tables if self.config.tiers else tables[1:2]))
+
+    def alloc(self, after: int | None, missing: int, room: int) -> list[int]:
+        """`missing` exact pages: behind the page `after` while there is place, else in runs as long as can be, with
+        room for further ones behind. Raises OutOfPages, and changes nothing, if the pool is short."""
+        if missing > len(self._free_pages):
+            raise OutOfPages(f"{missing} pages wanted, {len(self._free_pages)} of {len(self.bits)} free")
+        last = int(self._start[after]) if after is not None and self.is_exact(after) else None
+        starts: list[int] = []
+        try:
+            self._place(starts, last, missing, room)
+        except BaseException as error:
+            for start in starts:
+                self._exact.free(start)
+            if isinstance(error, OutOfUnits):
+                raise OutOfPages(str(error)) from None
+            raise
+        pages = [self._free_pages.pop() for _ in starts]
+        self._start[pages] = starts
+        self.bits[pages] = self.config.exact_bits
+        return pages
+
+    def _place(self, starts: list[int], last: int | None, missing: int, room: int) -> None:
+        """Append the first units of `missing` frames."""
+        allocator, order = self._exact.allocator, self.config.exact_order
+        step = 1 << order
+        while missing:
+            if last is not None and allocator.extend(last + step, order):
+                last += step
+                starts.append(last)
+                missing -= 1
+                continue
+            count = min(missing, max(1, allocator.longest_run(order)))
+            first = allocator.alloc_run(count, order, room=room + missing - count)
+            starts.extend(range(first, first + count * step, step))
+            last = starts[-1]
+            missing -= count
+
+    def is_exact(self, page: int) -> bool:
+        return int(self.bits[page]) == self.config.exact_bits
+
+    def is_half(self, page: int) -> bool:
+        """Whether the page is exact and has the frame of its first page_size / 2 tokens only."""
+        order = self._exact.allocator.block_order(int(self._start[page])) if self.is_exact(page) else None
+        return order == self.config.exact_order - 1
+
+    def halve(self, page: int) -> None:
+        """Give back the second half of an exact page's frame, in which nothing is."""
+        if not self.is_half(page):
+            self._exact.halve(int(self._start[page]))
+
+    def complete(self, page: int) -> None:
+        """Give a halved page a whole frame, where it is if that is free, else elsewhere. Raises OutOfPages."""
+        start, order = int(self._start[page]), self.config.exact_order
+        if self._exact.allocator.double(start):
+            return
+        try:
+            new = self._exact.allocator.alloc(order)
+        except OutOfUnits as error:
+            raise OutOfPages(str(error)) from None
+        half = 1 << order - 1
+        self._exact.bytes[:, :, :, new : new + half] = self._exact.bytes[:, :, :, start : start + half]
+        self._exact.free(start)
+        self._start[page] = new
+
+    def free(self, page: int) -> None:
+        """Give back everything the page has."""
+        self._free_codes(page)
+        if not self.is_exact(page):
+            self._warm.free_record(int(self._record[page]))
+        self._free_pages.append(page)
+
+    def _free_codes(self, page: int) -> None:
+        arena = self._exact if self.is_exact(page) else self._warm
+        arena.free(int(self._start[page]))
+        if self.bits[page] == 3:
+            arena.free(int(self._high[page]))
+
+    def compress(self, pages: np.ndarray, bits: int) -> None:
+        """Make the pages, of any wider formats, ones of `bits`."""
+        elements = self.config.page_bytes // self.config.itemsize
+        step = max(1, _MOVE_ELEMENTS // elements)
+        for source in np.unique(self.bits[pages]).tolist():
+            same = pages[self.bits[pages] == source]
+            for first in range(0, len(same), step):
+                self._compress_some(same[first : first + step], source, bits)
+
+    def _compress_some(self, pages: np.ndarray, source: int, bits: int) -> None:
+        """Pages of one format; few enough for the temporary copies that are made of them."""
+        assert bits < source
+        shape = (self.config.num_layers, self.config.num_kv_heads, len(pages), -1)
+        kept = []
+        for plane in range(2):
+            if source == self.config.exact_bits:
+                frames = self._tensor(self._start[pages] >> self.config.exact_order)
+                x = self._frames[:, plane].index_select(2, frames).flatten(0, 2)
+            else:
+                codes = [runs[:, plane].index_select(2, index) for runs, index in self._code_runs(pages, source)]
+                records, index = self._warm.records(), self._tensor(self._record[pages])
+                x = self._ops.decompress(
+                    torch.cat(codes, dim=-1).flatten(0, 2),
+                    records[:, plane].index_select(2, index).flatten(0, 2),
+                    source, plane == 0, self._frames,
+                )  # fmt: skip
+            kept.append(self._ops.compress(x, bits, plane == 0))
+        # The copies are made, so the new blocks may lie where the old ones did.
+        for page in pages.tolist():
+            self._free_codes(page)
+            if source == self.config.exact_bits:
+                self._record[page] = self._warm.alloc_record()
+            self.bits[page] = bits
+            self._start[page] = self._warm.allocator.alloc(_order(bits))
+            if bits == 3:
+                self._high[page] = self._warm.allocator.alloc(0)
+        for plane, (new_codes, new_records) in enumerate(kept):
+            targets = self._code_runs(pages, bits)
+            parts = new_codes.view(shape).split([runs.shape[-1] for runs, _ in targets], dim=-1)
+            for (runs, index), part in zip(targets, parts, strict=True):
+                runs[:, plane].index_copy_(2, index.long(), part)
+            records = self._warm.records()[:, plane, ..., : new_records.shape[1]]
+            records.index_copy_(2, self._tensor(self._record[pages]).long(), new_records.view(shape))
+
+    def _code_runs(self, pages: np.ndarray, bits: int) -> list[tuple[Tensor, Tensor]]:
+        """For each plane of the pages' codes: the arena as such runs, and which of them are theirs."""
+        tables = ((1, self._start), (0, self._high)) if bits == 3 else ((_order(bits), self._start),)
+        return [(self._warm.runs(order), self._tensor(table[pages] >> order)) for order, table in tables]
+
+    def compact(self, num_pages: int) -> None:
+        """Have num_pages exact pages free in one piece each, if the free units are as many: bring them together."""
+        if self._exact.allocator.num_free(self.config.exact_order) >= num_pages:
+            return
+        used = np.setdiff1d(np.arange(len(self.bits)), self._free_pages)
+        bits = self.bits[used]
+        mine = used if self._warm is self._exact else used[bits == self.config.exact_bits]
+        three, warm = mine[self.bits[mine] == 3], mine[self.bits[mine] < self.config.exact_bits]
+        halves = {int(self._start[page]) for page in mine if self.is_half(page)}
+        places = self._exact.compact(np.concatenate([self._start[mine], self._high[three]]), halves)
+        self._start[mine] = places[self._start[mine]]
+        self._high[three] = places[self._high[three]]
+        self._record[warm] = self._exact.moved_records(self._record[warm], places)
+
+    def exact_frames(self, pages: np.ndarray) -> np.ndarray:
+        """Numbers of the frames of exact pages."""
+        frames: np.ndarray = self._start[pages] >> self.config.exact_order
+        return frames
+
+    def warm_pages(self, tables: list[np.ndarray], bits: int) -> WarmPages:
+        """Those of the sequences' pages that have `bits`; tables: the pages of each sequence."""
+        pages = [table[self.bits[table] == bits] for table in tables]
+        return WarmPages(
+            bits=bits,
+            record_bytes=self.config.record_bytes,
+            codes=self._tensor(padded([self._start[mine] >> _order(bits) for mine in pages])),
+            high=self._tensor(padded([self._high[mine] for mine in pages])) if bits == 3 else None,
+            records=self._tensor(padded([self._record[mine] for mine in pages])),
+            counts=self._tensor(np.array([len(mine) for mine in pages], dtype=np.int32)),
+        )
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+    def check(self, used: list[int]) -> None:
+        """Assert the invariants; `used` are the pages of all sequences."""
+        assert sorted(used + self._free_pages) == list(range(len(self.bits))), "a page is lost or used twice"
+        exact: list[int] = []
+        warm: list[int] = []
+        records: list[int] = []
+        for page in used:
+            bits, start = int(self.bits[page]), int(self._start[page])
+            arena, blocks = (self._exact, exact) if self.is_exact(page) else (self._warm, warm)
+            assert arena.allocator.block_order(start) + self.is_half(page) == _order(bits), (
+                "a frame has the wrong order"
+            )
+            blocks.append(start)
+            if bits == 3:
+                blocks.append(int(self._high[page]))
+            if not self.is_exact(page):
+                records.append(int(self._record[page]))
+        if self._warm is self._exact:
+            self._exact.check(exact + warm, records)
+        else:
+            self._exact.check(exact, [])
+            self._warm.check(warm, records)
+
+
+def _order(bits: int) -> int:
+    """Of the block that holds a page's codes; of 3 bits, the low two."""
+    return bits.bit_length() - 1
+
+
+def padded(rows: list[np.ndarray]) -> np.ndarray:
+    """[rows, longest] int32, zero past the end of each."""
+    table = np.zeros((len(rows), max(1, *map(len, rows))), dtype=np.int32)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = row
+    return table

@@ -1,0 +1,91 @@
+"""Which pages go down a tier: a pure function from scores and sizes to moves (no torch).
+
+    exact ──> 8 bits ──> 4 bits ──> 3 bits ──> 2 bits           a move goes down one step or several, never up:
+                                                                 what was rounded away is gone
+
+When the pages take more than the limit, the ladder is walked one step at a time: all exact pages may fall to 8 bits
+before the first falls to 4, so that the worst page of a sequence is as good as it can be. Pages at or above
+`hot_threshold` stay a step above the others, and the page with the attention sinks stays at 8 bits: what it loses, all
+later tokens lose (at 3 bits from the start of a text, the text is lost: a KL of 0.2). Within a step the lowest scores
+go first and the newest tokens last. No page moves while all fit.
+
+Moves that are not needed (`evict_threshold`, `warm_threshold`) are made only in a step that needed one, and boundedly:
+they make room ahead, so that the next steps need none.
+
+Rejected: keeping the newest pages exact and the others at 4 bits. At equal bytes a page kept exact costs as much as
+three kept at 8 bits, which lose nothing measurable (docs/tiers.md has the figures).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from memory.config import WARM_BITS, TierConfig
+
+# The order in which pages fall: (bits, whether the sinks and those at or above hot_threshold, a step above the others).
+_LADDER = ((8, False), (4, False), (8, True), (3, False), (4, True), (2, False), (3, True), (2, True))
+
+
+class Move(NamedTuple):
+    """Page `page` of those that were given becomes one of `bits`."""
+
+    page: int
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The pages that may move, by any number of sequences; arrays of one length."""
+
+    scores: np.ndarray  # float, in [0, 1]; NaN counts as 0
+    bits: np.ndarray  # int: of each page's format
+    ages: np.ndarray  # int: tokens between the page's last token and its sequence's newest
+    recent: np.ndarray  # bool: last in every step of the ladder
+    sinks: np.ndarray  # bool: the page of a sequence's first tokens, which all queries attend to
+
+
+def plan(pages: Pages, costs: dict[int, int], excess: int, exact_excess: int, tiers: TierConfig) -> list[Move]:
+    """Moves that free at least `excess` bytes, or all that can be freed; and that take at least `exact_excess` pages
+    out of the exact ones. costs: bytes of a page of each format."""
+    if len(pages.scores) == 0:
+        return []
+    if tiers.hot_ratio:
+        return _by_shares(pages, tiers)
+    if excess <= 0 and exact_excess <= 0:
+        return []
+    scores = np.nan_to_num(pages.scores, nan=0.0)
+    hot = pages.sinks | (scores >= tiers.hot_threshold)
+    # Lowest score first; of equal ones the oldest, so that without scores this is first in, first down.
+    order = np.lexsort((-pages.ages, scores, pages.recent))
+    bits = pages.bits.copy()
+    for step, of_hot in _LADDER:
+        movable = (bits > step) & (hot == of_hot)
+        if step < WARM_BITS[0]:
+            movable &= ~pages.sinks
+        above = order[movable[order]]
+        saved = np.cumsum([costs[int(b)] - costs[step] for b in bits[above]])
+        needed = 0 if excess <= 0 else min(int(np.searchsorted(saved, excess)) + 1, len(above))
+        if step == WARM_BITS[0]:
+            needed = min(max(needed, exact_excess), len(above))
+            exact_excess -= needed
+        if needed:
+            threshold = tiers.warm_threshold if step == WARM_BITS[0] else tiers.evict_threshold
+            ahead = above[needed:][: tiers.max_moves]
+            ahead = ahead[(scores[ahead] < threshold) & ~pages.recent[ahead]]
+            excess -= int(saved[needed - 1])
+            bits[above[:needed]] = step
+            bits[ahead] = step
+    return [Move(int(i), int(bits[i])) for i in np.flatnonzero(bits != pages.bits)]
+
+
+def _by_shares(pages: Pages, tiers: TierConfig) -> list[Move]:
+    """Fixed shares of the pages: the best stay exact, the lowest have 2 bits, the others 4. Downwards only."""
+    order = np.lexsort((-pages.ages, np.nan_to_num(pages.scores, nan=0.0)))
+    lowest, warm = int(len(order) * tiers.cold_ratio), int(np.ceil(len(order) * (1 - tiers.hot_ratio)))
+    targets = np.full(len(order), np.iinfo(np.int64).max)
+    targets[order[:warm]] = 4
+    targets[order[:lowest]] = 2
+    return [Move(int(i), int(targets[i])) for i in np.flatnonzero(targets < pages.bits)]
