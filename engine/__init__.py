@@ -34,35 +34,31 @@ __all__ = [
     "TokenizerError",
 ]
 
-_HOMES = {
-    "LLM": "engine.llm",
-    "AllocatorError": "memory.errors",
-    "CapacityError": "memory.errors",
-    "ConfigError": "models.errors",
-    "EngineConfig": "engine.config",
-    "ModelFormatError": "models.errors",
-    "RequestError": "engine.errors",
-    "RequestOutput": "engine.request",
-    "SamplingParams": "engine.request",
-    "TokenizerError": "engine.errors",
-}
+_LIGHT = ("engine.config", "engine.errors", "engine.request", "memory.errors", "models.errors")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
-    if name == "LLM":
-        _check_kernels()
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "LLM" and (problems := strangers(origins("kernels"))):
+        raise ModuleNotFoundError(f"{problems[0]}; give Isotherm an environment of its own", name="kernels")
+    homes = map(importlib.import_module, ["engine.llm"] if name == "LLM" else _LIGHT)
+    return next(getattr(home, name) for home in homes if hasattr(home, name))
 
 
-def _check_kernels() -> None:
-    """That `kernels` is ours: the Hugging Face Hub's package has the same name, and whichever is first is imported."""
-    found = importlib.import_module("kernels").__file__
-    # Ours lies beside this package, installed or not.
-    if found is None or os.path.dirname(os.path.dirname(found)) != os.path.dirname(os.path.dirname(__file__)):
-        raise ModuleNotFoundError(
-            f"the package kernels at {found} is not Isotherm's: another one of that name is before it on sys.path; "
-            "give Isotherm an environment of its own",
-            name="kernels",
-        )
+def origins(*packages: str) -> dict[str, str | None]:
+    """The files that these packages come from."""
+    from importlib.util import find_spec
+
+    return {name: getattr(find_spec(name), "origin", None) for name in packages}
+
+
+def strangers(origins: dict[str, str | None]) -> list[str]:
+    """What is wrong with where packages of ours come from. Their names are common ones (the Hub's `kernels` is another
+    package), and whichever is first on sys.path is imported; ours lie beside this one, installed or not."""
+    home = os.path.dirname(os.path.dirname(__file__))
+    return [
+        f"the package {name} is imported from {origin}, not from {home}: another one is before it on sys.path"
+        for name, origin in origins.items()
+        if origin is None or os.path.realpath(os.path.dirname(os.path.dirname(origin))) != os.path.realpath(home)
+    ]

@@ -49,8 +49,7 @@ class Parser(argparse.ArgumentParser):
         if spelled in known:
             return f"unrecognized argument {flag}: use {spelled}"
         if later := foreign()["later"].get(spelled):
-            part = NOT_YET[later]
-            return f"{flag} is not available in this version ({part} come later); leave it out"
+            return f"{flag} is not available in this version ({NOT_YET[later]} come later); leave it out"
         if use := foreign()["flags"].get(spelled):
             return f"unrecognized argument {flag}: {f'use {use}' if use.startswith('-') else use}"
         if not flag.startswith("--"):

@@ -75,10 +75,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-class Leave(Exception):
-    """/exit."""
-
-
 class Session:
     """A conversation and the commands on it. Errors end the command or the message, never the session."""
 
@@ -118,8 +114,6 @@ class Session:
         except EOFError:
             if self.console.interactive:
                 self.console.note("")
-            return False
-        except Leave:
             return False
         except _ERRORS as error:
             self.console.error(error)
@@ -167,11 +161,11 @@ class Session:
                 "with at least one for the answer; it is never cut, and the message was not added: /clear begins a new "
                 "conversation, a larger -c holds a longer one"
             )
-        with stoppable() as stop, contextlib.closing(self.llm.stream_chat(ids, self.params)) as outputs:
-            last, times = show(until(stop, outputs), self.console.write)
+        with stoppable() as pressed, contextlib.closing(self.llm.stream_chat(ids, self.params)) as outputs:
+            last, times = show(until(pressed, outputs), self.console.write)
         if last is not None:
             self.console.write("\n")
-        if stop.pressed and not self.console.interactive:
+        if pressed.is_set() and not self.console.interactive:
             raise KeyboardInterrupt
         if last is not None and last.finish_reason == "error":
             self.console.error("the model's output is not a number: there is no answer, the message is taken back")
@@ -203,11 +197,11 @@ class Session:
                 f"prompt {len(last.prompt_token_ids)} tokens]"
             )
 
-    # The commands, by name. /help shows the beginnings of their docstrings.
+    # The commands, by name. /help shows their docstrings.
 
     def do_help(self, rest: str) -> None:
         """/help              this list"""
-        self.console.note("\n".join([*(str(do.__doc__).partition("\n")[0] for do in self.commands.values()), HELP]))
+        self.console.note("\n".join([*dict.fromkeys(str(do.__doc__) for do in self.commands.values()), HELP]))
 
     def do_system(self, text: str) -> None:
         """/system [TEXT]     show or set the system prompt; "" is none"""
@@ -288,11 +282,9 @@ class Session:
 
     def do_exit(self, rest: str) -> None:
         """/exit              leave, as Ctrl-D does"""
-        raise Leave
+        raise EOFError
 
-    def do_quit(self, rest: str) -> None:
-        """/quit              the same"""
-        raise Leave
+    do_quit = do_exit
 
 
 def _file(name: str, command: str) -> Path:

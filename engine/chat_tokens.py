@@ -15,30 +15,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from typing import Any, Protocol
+from typing import Any
 
-from engine.tokenizer import APART, JsonTokenizer, SentencePieceTokenizer, Tokenizer
+from engine.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer, encode_parts, splitter
 
 _MARKER = re.compile(r"<.+>|\[.+\]|\{.+\}", re.DOTALL)
-
-
-class ChatEncoder(Protocol):
-    """control_tokens: their ids by their text."""
-
-    control_tokens: dict[str, int]
-
-    def encode(self, parts: list[str | int], spaced: bool | None = None) -> list[int]:
-        """Token ids of the parts, with no BOS but theirs. spaced: whether every text begins with sentencepiece's
-        leading space; None as the checkpoint says. Raises RequestError for what the tokenizer cannot spell."""
-        ...
-
-
-def chat_encoder(tokenizer: Tokenizer) -> ChatEncoder:
-    """The encoder for the chat prompts of a loaded tokenizer."""
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        return _SentencePieceEncoder(tokenizer)
-    assert isinstance(tokenizer, JsonTokenizer), type(tokenizer)
-    return _JsonEncoder(tokenizer)
 
 
 class _SentencePieceEncoder:
@@ -58,29 +39,12 @@ class _SentencePieceEncoder:
             if token.special or (_MARKER.fullmatch(token.content) and not tokenizer._is_piece(token)):
                 self.control_tokens[token.content] = token.id
         words = {text: i for i, text in tokenizer._added.items() if text and text not in self.control_tokens}
-        longest_first = sorted(map(re.escape, words), key=len, reverse=True)
-        self._words = words
-        self._border = re.compile(f"({'|'.join(longest_first)})") if words else None
+        self._split = splitter(words)
 
     def encode(self, parts: list[str | int], spaced: bool | None = None) -> list[int]:
         spaced = self._tokenizer._spaced if spaced is None else spaced
-        ids: list[int] = []
-        for part in parts:
-            if isinstance(part, int):
-                ids.append(part)
-                continue
-            for i, text in enumerate(self._border.split(part) if self._border else [part]):
-                if i % 2:
-                    ids.append(self._words[text])
-                elif text:
-                    ids += self._text(text, spaced or not ids)
-        return ids
-
-    def _text(self, text: str, spaced: bool) -> list[int]:
-        if spaced:
-            ids: list[int] = self._model.encode(text)
-            return ids
-        return list(self._model.encode(APART + text)[len(self._model.encode(APART)) :])
+        split = [piece for part in parts for piece in ([part] if isinstance(part, int) else self._split(part))]
+        return encode_parts(self._model, split, spaced)
 
 
 class _JsonEncoder:
@@ -116,6 +80,18 @@ class _JsonEncoder:
         self._tokenizer.encode("".join(part for part in parts if isinstance(part, str)))  # refuses what it cannot spell
         text = "".join(self._aliases[part] if isinstance(part, int) else part for part in parts)
         return [self._ids.get(i, i) for i in self._model.encode(text, add_special_tokens=False).ids]
+
+
+def chat_encoder(tokenizer: Tokenizer) -> _SentencePieceEncoder | _JsonEncoder:
+    """The encoder for the chat prompts of a loaded tokenizer. control_tokens: their ids by their text.
+
+    encode(parts, spaced) gives the ids of the parts, with no BOS but theirs; spaced: whether every text begins with
+    sentencepiece's leading space, None as the checkpoint says. Raises RequestError for what the tokenizer cannot spell.
+    """
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        return _SentencePieceEncoder(tokenizer)
+    assert isinstance(tokenizer, JsonTokenizer), type(tokenizer)
+    return _JsonEncoder(tokenizer)
 
 
 def _without_markers(model: Any) -> tuple[bytes, list[str]]:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from threading import Event
 from types import FrameType
 
 from engine.request import RequestOutput
@@ -53,20 +54,15 @@ class Console:
         print(f"error: {error}".translate(_CONTROLS), file=sys.stderr, flush=True)
 
 
-class Stop:
-    """Whether Ctrl-C was pressed."""
-
-    pressed = False
-
-
 @contextlib.contextmanager
-def stoppable() -> Iterator[Stop]:
-    """Ctrl-C during an answer. While the model computes it is KeyboardInterrupt, at once: that step then counts as not
-    done. Anywhere else an exception could lose pages of the cache, so it is kept for the next moment between steps."""
-    stop = Stop()
+def stoppable() -> Iterator[Event]:
+    """Ctrl-C during an answer sets the event. While the model computes it is KeyboardInterrupt, at once: that step then
+    counts as not done. Anywhere else an exception could lose pages of the cache, so it waits for the next moment
+    between steps."""
+    pressed = Event()
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
-        stop.pressed = True
+        pressed.set()
         while frame is not None:
             if frame.f_globals.get("__name__") == "engine.runner":
                 raise KeyboardInterrupt
@@ -74,19 +70,19 @@ def stoppable() -> Iterator[Stop]:
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield stop
+        yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def until(stop: Stop, outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
+def until(pressed: Event, outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
     """The outputs that bring a token or the end, up to Ctrl-C."""
     try:
         for output in outputs:
             if output.token_ids or output.finish_reason:
                 yield output
-            if stop.pressed:
+            if pressed.is_set():
                 return
     except KeyboardInterrupt:
-        if not stop.pressed:
+        if not pressed.is_set():
             raise

@@ -13,7 +13,6 @@ if __name__ == "__main__":  # before the other imports take their time
 import argparse
 import contextlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from engine import origins, strangers
 from engine.arguments import Parser
 from engine.cli import run
 from engine.config import usable_cpus
@@ -36,11 +36,8 @@ from models.resolve import cache_directory, places, resolve
 # The core's packages and the oldest versions that work, as pyproject.toml has them.
 CORE = {"torch": "2.6", "safetensors": "0.4.3", "sentencepiece": "0.2", "numpy": "1.24", "tqdm": "4.60",
         "jinja2": "3.1.5"}  # fmt: skip
-# What an extra package is for, and how to get it.
-EXTRAS = {
-    "tokenizers": ("models with a tokenizer.json", "pip install 'isotherm[hf]'"),
-    "shtab": ("isotherm completion", "pip install 'isotherm[completion]'"),
-}
+# What an extra package is for, and the extra that has it.
+EXTRAS = {"tokenizers": ("models with a tokenizer.json", "hf"), "shtab": ("isotherm completion", "completion")}
 _OURS = ("engine", "models", "memory", "kernels")
 
 
@@ -62,31 +59,29 @@ def examine(model: str | None = None) -> dict[str, Any]:
     """Everything that is known, by section; `problems` lists what is wrong, in words."""
     problems: list[str] = []
     cpus = usable_cpus()
+    packages = origins(*_OURS)
+    problems += strangers(packages)
     report: dict[str, Any] = {
         "versions": _versions(problems),
-        "packages": _own_packages(problems),
+        "packages": packages,
         "cpu": {"model": _cpu_model(), "usable_cpus": cpus, "default_threads": max(1, cpus // 2)},
     }
     try:
         report |= _compute(report["versions"], problems)
     except ImportError as error:  # said already, where the package is not there at all
         problems.append(f"torch cannot be imported: {error}")
-    report |= {"directories": _directories(problems), "features": _features(report)}
+    gpu = bool(report.get("gpu", {}).get("devices"))
+    report |= {"directories": _directories(problems), "features": _features(report["versions"], gpu)}
     if model is not None:
         report["model"] = _model(model)
         problems += filter(None, [report["model"]["error"]])
     return report | {"problems": problems}
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _versions(problems: list[str]) -> dict[str, str | None]:
-    versions = {name: _version(name) for name in ("isotherm", *CORE, "triton", *EXTRAS)}
+    found = reversed(list(importlib.metadata.distributions()))  # of two the first is imported
+    installed = {str(package.name).lower(): package.version for package in found}
+    versions = {name: installed.get(name) for name in ("isotherm", *CORE, "triton", *EXTRAS)}
     for name, oldest in CORE.items():
         version = versions[name]
         if version is None:
@@ -98,19 +93,6 @@ def _versions(problems: list[str]) -> dict[str, str | None]:
 
 def _numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
-
-
-def _own_packages(problems: list[str]) -> dict[str, str | None]:
-    """Where our packages come from. Their names are common ones (the Hub's `kernels` is another package): whichever is
-    first on sys.path is imported."""
-    home = Path(__file__).resolve().parents[1]
-    origins: dict[str, str | None] = {}
-    for name in _OURS:
-        spec = importlib.util.find_spec(name)
-        origins[name] = spec.origin if spec else None
-        if origins[name] is None or Path(str(origins[name])).resolve().parents[1] != home:
-            problems.append(f"the package {name} is imported from {origins[name]}, not from {home}: see sys.path")
-    return origins
 
 
 def _cpu_model() -> str:
@@ -159,16 +141,13 @@ def _directories(problems: list[str]) -> dict[str, Any]:
     return {"cache": str(cache), "models": {str(place): place.is_dir() for place in places()}}
 
 
-def _features(report: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = [
-        {"feature": what, "available": report["versions"][package] is not None, "needs": f"{package}: {how}"}
-        for package, (what, how) in EXTRAS.items()
-    ]
-    gpu = bool(report.get("gpu", {}).get("devices"))
-    return [
-        *rows,
-        {"feature": "Triton kernels", "available": gpu, "needs": "an NVIDIA GPU that torch finds, and triton"},
-    ]
+def _features(versions: dict[str, str | None], gpu: bool) -> dict[str, str]:
+    """What works here, or what it needs."""
+    features = {
+        what: "yes" if versions[package] else f"no, needs {package}: pip install 'isotherm[{extra}]'"
+        for package, (what, extra) in EXTRAS.items()
+    }
+    return features | {"Triton kernels": "yes" if gpu else "no, needs an NVIDIA GPU that torch finds, and triton"}
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -197,12 +176,8 @@ def _fit(path: Path) -> dict[str, Any]:
 
 def _text(report: dict[str, Any]) -> str:
     """The report for people: a line a fact, indented by section."""
-    features = {
-        row["feature"]: "yes" if row["available"] else f"no, needs {row['needs']}" for row in report["features"]
-    }
     problems = [f"WRONG: {problem}" for problem in report["problems"]] or ["nothing is wrong"]
-    facts = {key: value for key, value in report.items() if key != "problems"} | {"features": features}
-    return "\n".join([*_lines(facts, ""), *problems])
+    return "\n".join([*_lines({key: value for key, value in report.items() if key != "problems"}, ""), *problems])
 
 
 def _lines(facts: dict[str, Any], indent: str) -> Iterator[str]:

@@ -55,8 +55,7 @@ def render(
         raise RequestError(f"the chat template refuses this conversation: {result['refused']}")
     if "broken" in result:
         raise ConfigError(f"{origin}: the chat template fails: {result['broken']}")
-    texts: list[str] = result["texts"]
-    return texts
+    return list(result["texts"])
 
 
 def work() -> None:

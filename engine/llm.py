@@ -351,7 +351,8 @@ class LLM:
             scores=scores,
         )
         cache = self._cache.config
-        if cache.least_units(request.most_tokens) > cache.num_units:
+        exact = cache.pages_for(request.most_tokens) <= cache.num_pages
+        if not exact and cache.least_units(request.most_tokens) > cache.num_units:
             fits = cache.most_tokens
             raise CapacityError(
                 f"the request needs {request.most_tokens} tokens of cache ({length} of the prompt), {fits} fit in "

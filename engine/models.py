@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the other imports take their time
-    from engine.signals import exit_at_once
-
-    exit_at_once()
-
 import argparse
 import json
 import math
@@ -15,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.arguments import Parser
-from engine.cli import run
 from models.checkpoint import open_checkpoint
 from models.errors import ConfigError, ModelFormatError
 from models.files import read_object
 from models.llama.config import LlamaConfig
 from models.resolve import found, places
-
-_COLUMNS = {"name": "model", "size": "size", "dtype": "dtype", "parameters": "parameters", "context": "context"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,17 +56,12 @@ def describe(name: str, path: Path) -> dict[str, Any]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [list(_COLUMNS.values())]
+    width = max(len(row["name"]) for row in rows)
+    lines = [f"{'model':{width}}  {'size':>9}  dtype  {'parameters':>10}  context"]
     for row in rows:
         size = f"{row['size_bytes'] / 1e9:.2f} GB" if "size_bytes" in row else "-"
         count = f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "-"
-        lines.append([row["name"], size, str(row.get("dtype") or "-"), count, str(row.get("context", "-"))])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    for i, row in reversed(list(enumerate(rows))):
-        text.insert(i + 2, f"    cannot be loaded: {row['error']}" if row["error"] else f"    {row['path']}")
-    return "\n".join(text)
-
-
-if __name__ == "__main__":
-    run(main)
+        dtype, context = row.get("dtype") or "-", row.get("context", "-")
+        lines.append(f"{row['name']:{width}}  {size:>9}  {dtype:5}  {count:>10}  {context:>7}")
+        lines.append(f"    cannot be loaded: {row['error']}" if row["error"] else f"    {row['path']}")
+    return "\n".join(lines)

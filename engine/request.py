@@ -42,10 +42,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop: Any = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        texts = isinstance(stop, list | tuple) and all(
-            isinstance(s, str) and 0 < len(s) <= MAX_STOP_LENGTH for s in stop
-        )
-        if not texts or len(stop) > MAX_STOPS:
+        right = isinstance(stop, list | tuple) and len(stop) <= MAX_STOPS
+        if not right or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in stop):
             raise RequestError(f"stop must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
         object.__setattr__(self, "stop", tuple(stop))
         if type(self.ignore_eos) is not bool:

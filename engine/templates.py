@@ -32,9 +32,9 @@ from engine import jinja_worker
 from engine.chat_tokens import chat_encoder
 from engine.config import EngineConfig
 from engine.errors import RequestError, shown
-from engine.tokenizer import Tokenizer, token_text
+from engine.tokenizer import Tokenizer, any_of, optional_object, token_text
 from models.errors import ConfigError
-from models.files import read_bytes, read_object
+from models.files import read_bytes
 from models.resolve import resolve
 
 Message = dict[str, str]
@@ -95,7 +95,7 @@ def find_template(config: EngineConfig, choice: str | None = None) -> TemplateSo
     place = Path(config.tokenizer) if config.tokenizer else resolve(config.model)
     directory = place if place.is_dir() else place.parent
     settings_file = directory / "tokenizer_config.json"
-    settings = read_object(settings_file) if settings_file.is_file() else {}
+    settings = optional_object(settings_file)
     texts = {key: token_text(token) for key, token in settings.items() if key.endswith("_token")}
     variables = {key: text for key, text in texts.items() if text is not None}
     if choice in BUILT_IN:
@@ -126,8 +126,7 @@ def find_template(config: EngineConfig, choice: str | None = None) -> TemplateSo
 @functools.cache
 def built_in() -> dict[str, list[str]]:
     """The sources of the formats that are rendered in this process, as checkpoints spell them; first the usual one."""
-    sources: dict[str, list[str]] = json.loads(Path(__file__).with_name("chat_templates.json").read_text("utf-8"))
-    return sources
+    return dict(json.loads(Path(__file__).with_name("chat_templates.json").read_text("utf-8")))
 
 
 def _own_template(settings: dict[str, Any]) -> str:
@@ -161,9 +160,9 @@ class ChatTemplate:
                 f"{source.origin}: the tokenizer lacks {', '.join(missing)} of the {source.name} template"
             )
         # A token of one character could not be told from text; none is known.
-        longest_first = sorted((re.escape(token) for token in tokens if len(token) > 1), key=len, reverse=True)
-        self._control = re.compile(f"({'|'.join(longest_first)})" if longest_first else r"(?!)()")
-        self._spelled = re.compile(f"(?=(?:{'|'.join(longest_first)}))(.)" if longest_first else r"(?!)()", re.DOTALL)
+        control = any_of(token for token in tokens if len(token) > 1)
+        self._control = re.compile(f"({control})")
+        self._spelled = re.compile(f"(?=(?:{control}))(.)", re.DOTALL)
         self.end_ids = self._end_ids()
 
     def encode(self, messages: list[Message]) -> list[int]:

@@ -6,9 +6,11 @@ Text that looks like a control token ("</s>", "<|im_end|>") is encoded as text: 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,12 +32,9 @@ _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n")
 class Tokenizer(Protocol):
     """bos_id is None where the model begins without one."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def bos_id(self) -> int | None: ...
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
+    vocab_size: int
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, BOS first where the model wants one.
@@ -62,18 +61,17 @@ class AddedToken:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a model directory, or of a file. Raises TokenizerError naming what was looked for."""
-    kinds: dict[str, Callable[[Path, dict[str, Any], list[AddedToken]], Tokenizer]] = {
-        ".model": SentencePieceTokenizer,
-        ".json": JsonTokenizer,
-    }
-    directory = path if path.is_dir() else path.parent
+    kinds: dict[str, type[SentencePieceTokenizer | JsonTokenizer]]
+    kinds = {".model": SentencePieceTokenizer, ".json": JsonTokenizer}
+    directory, files = path.parent, [path]
+    if path.is_dir():
+        directory, files = path, [path / f"tokenizer{suffix}" for suffix in kinds]
     try:
-        settings = _optional(directory / "tokenizer_config.json")
+        settings = optional_object(directory / "tokenizer_config.json")
         added = _added_tokens(directory, settings)
-        for suffix, kind in kinds.items():
-            file = path / f"tokenizer{suffix}" if path.is_dir() else path
-            if file.is_file() and file.suffix == suffix:
-                return kind(file, settings, added)
+        for file in files:
+            if file.is_file() and file.suffix in kinds:
+                return kinds[file.suffix](file, settings, added)
     except ModelFormatError as error:
         raise TokenizerError(str(error)) from None
     raise TokenizerError(f"{path}: no tokenizer.model (sentencepiece) and no tokenizer.json found")
@@ -87,7 +85,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, source: Path) -> Non
         )
 
 
-def _optional(file: Path) -> dict[str, Any]:
+def optional_object(file: Path) -> dict[str, Any]:
+    """Of a JSON file that need not be there."""
     return read_object(file) if file.is_file() else {}
 
 
@@ -104,7 +103,7 @@ def _added_tokens(directory: Path, settings: dict[str, Any]) -> list[AddedToken]
         special = [token_text(token) for token in [*named, *(listed if isinstance(listed, list) else [])]]
         entries = [
             (str(i) if type(i) is int else "", {"content": text, "special": text in special})
-            for text, i in _optional(file).items()
+            for text, i in optional_object(file).items()
         ]
     tokens = []
     for i, entry in entries:
@@ -150,57 +149,60 @@ class SentencePieceTokenizer:
         self.added_tokens = added
         self.vocab_size: int = max(self._num_pieces, added[-1].id + 1 if added else 0)
         bos, eos = self._model.bos_id(), self._model.eos_id()
-        self.bos_id = bos if bos >= 0 and settings.get("add_bos_token", True) else None
-        self.eos_ids = (eos,) if eos >= 0 else ()
+        self.bos_id: int | None = bos if bos >= 0 and settings.get("add_bos_token", True) else None
+        self.eos_ids: tuple[int, ...] = (eos,) if eos >= 0 else ()
         # id -> text, "" for special tokens. Plain pieces are often listed too; their spaces are sentencepiece's.
         self._added = {token.id: "" if token.special else token.content for token in added if not self._is_piece(token)}
-        self._in_text = {content: i for i, content in self._added.items() if content}
-        longest_first = sorted(map(re.escape, self._in_text), key=len, reverse=True)
-        self._border = re.compile(f"({'|'.join(longest_first)})") if longest_first else None
+        self._split = splitter({content: i for i, content in self._added.items() if content})
         self._spaced = bool(settings.get("legacy", True))  # whether text behind an added token begins with a space
-        self._warned = False
 
     def _is_piece(self, token: AddedToken) -> bool:
         known = token.id < self._num_pieces and self._model.id_to_piece(token.id) == token.content
         return known and not token.special
 
     def encode(self, text: str) -> list[int]:
-        parts = self._border.split(_checked(text)) if self._border else [_checked(text)]
-        ids = [] if self.bos_id is None else [self.bos_id]
-        for i, part in enumerate(parts):
-            if i % 2:
-                ids.append(self._in_text[part])
-            elif part and (i == 0 or self._spaced):
-                ids += self._model.encode(part)
-            elif part:  # without the space that sentencepiece begins with: behind a character that joins no other
-                ids += self._model.encode(APART + part)[len(self._model.encode(APART)) :]
-        unknown = self._model.unk_id()
-        if unknown >= 0 and unknown in ids and not self._warned:
-            self._warned = _warn_unknown(self._file)
-        return ids
+        ids = encode_parts(self._model, self._split(_checked(text)), self._spaced)
+        if self._model.unk_id() in ids:
+            _warn_unknown(self._file)
+        return ids if self.bos_id is None else [self.bos_id, *ids]
 
     def decode(self, ids: list[int]) -> str:
-        if not self._added:
-            text: str = self._model.decode([i for i in ids if i < self._num_pieces])
-            return text
-        parts: list[str] = []
-        run: list[int] = []
-        for i in ids:
-            content = self._added.get(i)
+        text = ""
+        known = (i for i in ids if self._added.get(i, i < self._num_pieces))
+        for content, group in itertools.groupby(known, self._added.get):
+            run = list(group)
             if content:
-                parts += [self._text(run, first=not parts), content]
-                run = []
-            elif content is None and i < self._num_pieces:
-                run.append(i)
-        return "".join([*parts, self._text(run, first=not parts)])
+                text += content * len(run)
+            elif text:  # a text loses the space that its first piece begins with; here it stays
+                before: list[int] = self._model.encode("a")
+                text += self._model.decode(before + run)[len(self._model.decode(before)) :]
+            else:
+                text = self._model.decode(run)
+        return text
 
-    def _text(self, ids: list[int], first: bool) -> str:
-        """The first run of a text loses the space that its first piece begins with; later ones keep it."""
-        if first:
-            text: str = self._model.decode(ids)
-            return text
-        before: list[int] = self._model.encode("a")
-        return str(self._model.decode(before + ids))[len(self._model.decode(before)) :]
+
+def any_of(words: Iterable[str]) -> str:
+    """A regular expression; of two words that begin alike the longer one is found."""
+    return "|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)"
+
+
+def splitter(words: dict[str, int]) -> Callable[[str], list[str | int]]:
+    """What puts the ids of words into a text in their place."""
+    border = re.compile(f"({any_of(words)})")
+    return lambda text: [words[part] if i % 2 else part for i, part in enumerate(border.split(text))]
+
+
+def encode_parts(model: Any, parts: list[str | int], spaced: bool) -> list[int]:
+    """Ids, and texts encoded by sentencepiece; spaced: whether all of these begin with its space, or only a first."""
+    ids: list[int] = []
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(part)
+        elif part and (spaced or not ids):
+            ids += model.encode(part)
+        elif part:  # behind a character that joins no other
+            ids += model.encode(APART + part)[len(model.encode(APART)) :]
+    return ids
 
 
 class JsonTokenizer:
@@ -227,13 +229,13 @@ class JsonTokenizer:
             self.vocab_size: int = max(vocabulary.values()) + 1
             self.bos_id = self._bos_id(settings)
             eos = self._id(settings, "eos_token")
-            self.eos_ids = () if eos is None else (eos,)
+            self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
             unknown = getattr(self._model.model, "unk_token", None)
             self._unknown = vocabulary.get(unknown) if isinstance(unknown, str) else None
             stages = (self._model.pre_tokenizer, self._model.normalizer)
             self._byte_level = any(b'"ByteLevel"' in stage.__getstate__() for stage in stages if stage is not None)
-            self._lost = bytes(byte for byte, letter in _byte_letters().items() if letter not in vocabulary)
-        self._warned = False
+            self._lost = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
+            self._byte_letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     @contextlib.contextmanager
     def _library(self) -> Iterator[None]:
@@ -289,44 +291,34 @@ class JsonTokenizer:
                 f"{self._file} cannot spell {text[at]!r} (U+{ord(text[at]):04X}, character {at} of the text) and would "
                 "leave it out: remove or replace it"
             )
-        if self._unknown is not None and self._unknown in ids and not self._warned:
-            self._warned = _warn_unknown(self._file)
+        if self._unknown in ids:
+            _warn_unknown(self._file)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
     def _first_lost(self, text: str, encoding: Any) -> int | None:
         """Where the library drops a character without a word: its vocabulary has no token for it, and none for that."""
         if self._byte_level:
-            if not self._lost or not (lost := set(self._lost) & set(text.encode())):
-                return None
-            return next(at for at, letter in enumerate(text) if lost & set(letter.encode()))
+            bytes_of = self._byte_letters.pre_tokenize_str
+            lost = (at for at, letter in enumerate(text) if self._lost & set(bytes_of(letter)[0][0]))
+            return next(lost, None) if self._lost else None
         if self._unknown is not None:
             return None
         covered = {at for begin, end in encoding.offsets for at in range(begin, end)}
         if all(at in covered or letter.isspace() for at, letter in enumerate(text)):
             return None
         # Behind a character that was dropped the offsets are wrong; which one it was shows it alone.
-        return next((at for at, letter in enumerate(text) if not letter.isspace() and not self._alone(letter)), None)
-
-    def _alone(self, letter: str) -> list[int]:
-        ids: list[int] = self._model.encode(letter, add_special_tokens=False).ids
-        return ids
+        ids = (self._model.encode(letter, add_special_tokens=False).ids for letter in text)
+        return next((at for at, alone in enumerate(ids) if not alone and not text[at].isspace()), None)
 
     def decode(self, ids: list[int]) -> str:
         with self._library():
-            text: str = self._model.decode(ids, skip_special_tokens=True)
-        return text
+            return str(self._model.decode(ids, skip_special_tokens=True))
 
 
-def _byte_letters() -> dict[int, str]:
-    """The letter that stands for each byte in byte-level vocabularies (GPT-2's encoder.py)."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-def _warn_unknown(file: Path) -> bool:
+@functools.cache
+def _warn_unknown(file: Path) -> None:
+    """Once."""
     log.warning("%s: the text has characters that it does not know; the model sees its token for the unknown", file)
-    return True
 
 
 def _checked(text: str) -> str:

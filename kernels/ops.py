@@ -1,8 +1,3 @@
-# NOTE FOR THE AUTHOR OF THE TRITON KERNELS, 05:50: the format of compressed pages CHANGED (measured: half the error at
-# the same bytes). No spans, no per-channel scales: Hadamard-rotated tokens with one scale each; K has page means, V has
-# zeros. So K's scale is per token: logit = scale_t * (qH.code - (2^b-1)/2 * sum(qH)) + qH.mean. The kernel rotates q
-# once between its two loops (tl.dot with H), and acc into the rotated basis before and back after the WARM loop.
-# compress and decompress take is_key instead of span. Read this docstring and reference.py again. (Note goes away.)
 """The operations a model and its cache need, as one typed interface with two implementations.
 
 `kernels.reference` (torch ops: the specification, and the CPU backend) and `kernels.fused` (hand-written Triton) are
@@ -180,7 +175,7 @@ class Ops(Protocol):
         """Pages x [N, page_size, D] as codes [N, bits * page_size * D / 8] uint8 (for 3 bits the low plane, then the
         high one) and records [N, record length] uint8, laid out as the module says.
 
-        A token's scale is the one of CLIPS (below 4 bits; else the range itself) times its range that has the least squared error.
+        A token's scale is that of its range times the one of CLIPS (from 4 bits on, of 1) with the least squared error.
         Infinities are taken as 2^14 in size, NaN as 0: a bad element costs its own page its precision, nothing else.
         """
         ...

@@ -205,7 +205,7 @@ def compress(x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
         scale_codes = (wanted.view(torch.int32) + 0x3FFFF >> 19) - (min_exponent(bits) + 127) * 16
         scale_codes = scale_codes.clamp_(0, 255).to(torch.uint8)
         inverse = 1 / _scales(scale_codes, bits)
-        offset = torch.full_like(low, -steps / 2) if is_key else (((high + low) / 2 - half) * inverse).round_()
+        offset = torch.full_like(low, -steps / 2) if is_key else ((high + low) / 2 * inverse - steps / 2).round_()
         trial = (rotated * inverse[..., None] - offset[..., None]).round_().clamp_(0, steps)
         error = ((trial + offset[..., None]) / inverse[..., None] - rotated).square_().sum(2)
         better = error < best

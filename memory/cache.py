@@ -170,10 +170,12 @@ class KVCache:
         if tiers is None:
             return
         sequences = list(sequences)
-        if tiers.budget is not None or tiers.hot_ratio:
+        budgeted = tiers.budget is not None and tiers.budget < 1  # of 1, the page that is being filled is no reason
+        if budgeted or tiers.hot_ratio:
             for sequence in sequences:
                 if (
-                    tiers.budget is not None
+                    budgeted
+                    and len(sequence.pages) == self.config.pages_for(sequence.length)  # none is reserved behind it
                     and 0 < 2 * (sequence.length % self.config.page_size) <= self.config.page_size
                 ):
                     self._frames.halve(sequence.pages[sequence.length // self.config.page_size])

@@ -155,7 +155,7 @@ class CacheConfig:
             1 << 62 if self.tiers.hot_layer_size is None else self.tiers.hot_layer_size, self.num_pages * self.page_size
         )
         pages = sum(map(self.pages_for, most_tokens))
-        return self.tiers.budget is not None or self.tiers.hot_ratio > 0 or pages * self.page_size > exact
+        return (self.tiers.budget or 1) < 1 or self.tiers.hot_ratio > 0 or pages * self.page_size > exact
 
     def least_units(self, num_tokens: int) -> int:
         """Units of a sequence of so many tokens with every full page as small as it can be, beside an exact one."""

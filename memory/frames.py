@@ -55,7 +55,8 @@ class Frames:
         self._exact = Arena(config, config.num_units, device)
         # Compressed pages share the arena of the exact ones unless they are to lie in the host's memory.
         shared = config.tiers is not None and config.tiers.shared
-        self._warm = Arena(config, config.num_units, device, shared=True) if shared else self._exact
+        # That one has twice the units the pool may use, so that holes between runs of several sizes do no harm.
+        self._warm = Arena(config, 2 * config.num_units, device, shared=True) if shared else self._exact
         shape = (config.num_layers, 2, config.num_kv_heads, -1, config.page_size, config.head_dim)
         self._frames = self._exact.bytes.view(dtype).view(shape)
         self.layers = [LayerCache(*exact, *units) for exact, units in zip(self._frames, self._warm.bytes, strict=True)]
@@ -68,8 +69,9 @@ class Frames:
 
     @property
     def free_units(self) -> int:
-        """Units that exact pages can still be made of."""
-        return self._exact.allocator.free_units
+        """Units of the pool that are free, wherever the used ones lie."""
+        elsewhere = self._warm.allocator.used_units if self._warm is not self._exact else 0
+        return max(self._exact.allocator.free_units - elsewhere, 0)
 
     @property
     def resident_bytes(self) -> int:

@@ -44,7 +44,7 @@ class Scorer(nn.Module):
         self.gamma = nn.Parameter(torch.tensor(0.1))
         self.log_tau = nn.Parameter(torch.tensor(np.log(512.0), dtype=torch.float32))  # of the decay, in tokens
         with torch.random.fork_rng(devices=[]):  # not the caller's stream
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed the GPUs too
             self.relevance = nn.Sequential(nn.Linear(NUM_FEATURES + 1, 8), nn.SiLU(), nn.Linear(8, 1))
             for parameter in self.relevance[2].parameters():
                 nn.init.zeros_(parameter)

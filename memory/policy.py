@@ -50,17 +50,12 @@ class Pages:
 def plan(pages: Pages, costs: dict[int, int], excess: int, exact_excess: int, tiers: TierConfig) -> list[Move]:
     """Moves that free at least `excess` bytes, or all that can be freed; and that take at least `exact_excess` pages
     out of the exact ones. costs: bytes of a page of each format."""
-    if len(pages.scores) == 0:
-        return []
-    if tiers.hot_ratio:
-        return _by_shares(pages, tiers)
-    if excess <= 0 and exact_excess <= 0:
-        return []
+    bits = _by_shares(pages, tiers) if tiers.hot_ratio else pages.bits.copy()
+    excess -= sum(costs[int(old)] - costs[int(new)] for old, new in zip(pages.bits, bits, strict=True))
     scores = np.nan_to_num(pages.scores, nan=0.0)
     hot = pages.sinks | (scores >= tiers.hot_threshold)
     # Lowest score first; of equal ones the oldest, so that without scores this is first in, first down.
     order = np.lexsort((-pages.ages, scores, pages.recent))
-    bits = pages.bits.copy()
     for step, of_hot in _LADDER:
         movable = (bits > step) & (hot == of_hot)
         if step < WARM_BITS[0]:
@@ -81,11 +76,12 @@ def plan(pages: Pages, costs: dict[int, int], excess: int, exact_excess: int, ti
     return [Move(int(i), int(bits[i])) for i in np.flatnonzero(bits != pages.bits)]
 
 
-def _by_shares(pages: Pages, tiers: TierConfig) -> list[Move]:
-    """Fixed shares of the pages: the best stay exact, the lowest have 2 bits, the others 4. Downwards only."""
+def _by_shares(pages: Pages, tiers: TierConfig) -> np.ndarray:
+    """Bits by fixed shares of the pages: the best stay exact, the lowest have 2, the others 4. Downwards only."""
     order = np.lexsort((-pages.ages, np.nan_to_num(pages.scores, nan=0.0)))
     lowest, warm = int(len(order) * tiers.cold_ratio), int(np.ceil(len(order) * (1 - tiers.hot_ratio)))
-    targets = np.full(len(order), np.iinfo(np.int64).max)
+    targets = pages.bits.copy()
     targets[order[:warm]] = 4
     targets[order[:lowest]] = 2
-    return [Move(int(i), int(targets[i])) for i in np.flatnonzero(targets < pages.bits)]
+    lower: np.ndarray = np.minimum(targets, pages.bits)
+    return lower

@@ -60,7 +60,8 @@ def check_fit(weights: Mapping[str, Tensor], tensors: dict[str, TensorInfo]) -> 
             "; an untied model needs its own head: is tie_word_embeddings wrong?" if "lm_head.weight" in missing else ""
         )
         raise ModelFormatError(f"{_place(tensors)}: tensors are missing: {some(missing)}{hint}")
-    surplus = sorted(name for name in tensors.keys() - wanted.keys() if not _known_surplus(name))
+    others = tensors.keys() - wanted.keys() - {"lm_head.weight"}
+    surplus = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))
     if surplus:
         raise ModelFormatError(f"{_place(tensors)}: tensors that this model has no place for: {some(surplus)}")
     for name, shape in wanted.items():
@@ -93,10 +94,6 @@ def read_tensor(info: TensorInfo) -> Tensor:
     if done < info.nbytes or not info.stamp == before == after:
         raise ModelFormatError(f"{info.file}: the file changed while it was read")
     return data.view(DTYPES[info.dtype]).view(info.shape)
-
-
-def _known_surplus(name: str) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
 
 
 def _place(tensors: dict[str, TensorInfo]) -> Path:

@@ -11,23 +11,29 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
+from kernels import reference
 from kernels.reference import rope_store
 from memory import CapacityError
 from memory.cache import CachedSequence, KVCache, OutOfPages
-from memory.config import EXACT_ORDER, CacheConfig
+from memory.config import CacheConfig
 
 LAYERS, HEADS, DIM = 2, 3, 8
 TOKEN_BYTES = LAYERS * 2 * HEADS * DIM * 4
+EXACT_ORDER = 5  # a page of float32 is 32 units
 
 
 def make_cache(num_pages, page_size=16, spare_bytes=0):
     capacity = num_pages * page_size * TOKEN_BYTES + spare_bytes
     config = CacheConfig(LAYERS, HEADS, DIM, itemsize=4, capacity_bytes=capacity, page_size=page_size)
-    cache = KVCache(config, torch.float32, torch.device("cpu"))
-    for k, v in cache.layers:
-        k.fill_(torch.nan)
-        v.fill_(torch.nan)
+    cache = KVCache(config, torch.float32, torch.device("cpu"), reference)
+    for layer in cache.layers:
+        layer.k.fill_(torch.nan)
+        layer.v.fill_(torch.nan)
     return cache
+
+
+def allocator_of(cache):
+    return cache._frames._exact.allocator
 
 
 def rows(canaries, layer, is_value):
@@ -42,9 +48,9 @@ def write(cache, sequences, new, num_decodes=0):
     plan = cache.plan(sequences, counts, num_decodes)
     canaries = [canary for tokens in new for canary in tokens]
     unturned = torch.cat([torch.ones(len(canaries), DIM // 2), torch.zeros(len(canaries), DIM // 2)], dim=1)
-    for layer, (k_cache, v_cache) in enumerate(cache.layers):
+    for layer, cached in enumerate(cache.layers):
         k, v = rows(canaries, layer, False), rows(canaries, layer, True)
-        rope_store(k.clone(), k, v, unturned, plan.slots, k_cache, v_cache)
+        rope_store(k.clone(), k, v, unturned, plan.slots, cached.k, cached.v)
     for sequence, count in zip(sequences, counts, strict=True):
         cache.commit(sequence, count)
     return plan
@@ -53,7 +59,8 @@ def write(cache, sequences, new, num_decodes=0):
 def assert_holds(cache, plan, row, canaries):
     """Sequence `row` of the plan has these tokens in the cache, read by page table and by pieces."""
     size, n = cache.config.page_size, len(canaries)
-    assert int(plan.seq_lens[row]) == n
+    assert int(plan.exact_lens[row]) == n
+    assert not plan.warm
     pages = -(-n // size)
     assert (plan.page_table[row, pages:] == 0).all()
     by_table = [int(plan.page_table[row, i // size]) * size + i % size for i in range(n)]
@@ -63,7 +70,7 @@ def assert_holds(cache, plan, row, canaries):
     for (start, count), (following, _) in zip(plan.pieces[row], plan.pieces[row][1:], strict=False):
         assert start + count != following
     slots = torch.tensor(by_table)
-    for layer, (k_cache, v_cache) in enumerate(cache.layers):
+    for layer, (k_cache, v_cache, _, _) in enumerate(cache.layers):
         for cached, is_value in ((k_cache, False), (v_cache, True)):
             stored = cached.flatten(1, 2)[:, slots].transpose(0, 1)
             np.testing.assert_array_equal(stored.numpy(), rows(canaries, layer, is_value).numpy())
@@ -83,10 +90,10 @@ class CacheMachine(RuleBasedStateMachine):
         return list(range(self.next_canary - count, self.next_canary))
 
     def snapshot(self):
-        cache = self.cache
-        used, free = bytes(cache._allocator._used), [dict(starts) for starts in cache._allocator._free]
+        frames, allocator = self.cache._frames, allocator_of(self.cache)
+        used, free = bytes(allocator._used), [dict(starts) for starts in allocator._free]
         owned = [(sequence.pages.tolist(), sequence.length) for sequence in self.tokens]
-        return used, free, list(cache._free_pages), cache._frame_table.copy().tolist(), owned
+        return used, free, list(frames._free_pages), frames._start.tolist(), frames.bits.tolist(), owned
 
     def pages_held(self):
         return sum(len(sequence.pages) for sequence in self.tokens)
@@ -149,7 +156,7 @@ class CacheMachine(RuleBasedStateMachine):
         for row, (sequence, new) in enumerate(work):
             self.tokens[sequence] += new
             assert_holds(self.cache, plan, row, self.tokens[sequence])
-        assert plan.max_seq_len == int(plan.seq_lens.max())
+        assert plan.max_exact_len == int(plan.exact_lens.max())
 
     @rule(sequence=sequences, share=st.floats(0, 1))
     def truncate(self, sequence, share):
@@ -263,7 +270,7 @@ def test_a_scattered_pool_is_used_to_the_last_page():
     cache.check([long, *singles[1::2]])
     # Who was there before has what it had.
     for i, sequence in list(enumerate(singles))[1::2]:
-        slot = int(cache._frame_table[sequence.pages[0]]) >> EXACT_ORDER << 4
+        slot = int(cache._frames.exact_frames(np.array(sequence.pages))[0]) * 16
         stored = cache.layers[1][1].flatten(1, 2)[:, slot : slot + 16].transpose(0, 1)
         np.testing.assert_array_equal(stored.numpy(), rows(list(range(1000 * i + 1, 1000 * i + 17)), 1, True).numpy())
 
@@ -271,18 +278,19 @@ def test_a_scattered_pool_is_used_to_the_last_page():
 def test_a_failure_half_way_gives_back_what_was_taken():
     """Pages of fewer bits will leave units between the exact ones: as many page ids are free, but not the blocks."""
     cache = make_cache(8)
-    small = [cache._allocator.alloc(EXACT_ORDER - 1), cache._allocator.alloc(EXACT_ORDER)]
-    cache._allocator.free(small[1])
-    before = bytes(cache._allocator._used), cache._allocator.free_units, list(cache._free_pages)
+    allocator, free_pages = allocator_of(cache), cache._frames._free_pages
+    small = [allocator.alloc(EXACT_ORDER - 1), allocator.alloc(EXACT_ORDER)]
+    allocator.free(small[1])
+    before = bytes(allocator._used), allocator.free_units, list(free_pages)
     sequence = CachedSequence()
     assert cache.num_free_pages == 7
     with pytest.raises(OutOfPages):
         cache.reserve(sequence, 8 * 16)
-    assert (bytes(cache._allocator._used), cache._allocator.free_units, list(cache._free_pages)) == before
+    assert (bytes(allocator._used), allocator.free_units, list(free_pages)) == before
     assert not sequence.pages
-    cache._allocator.check()
+    allocator.check()
     cache.reserve(sequence, 7 * 16)
-    cache._allocator.check()
+    allocator.check()
 
 
 def test_reserving_what_is_there_changes_nothing():
@@ -312,14 +320,18 @@ def test_committing_past_the_reserved_pages_is_our_bug():
         cache.commit(sequence, 17)
 
 
+def one_place(cache, page, other):
+    cache._frames._start[page] = cache._frames._start[other]
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
         (lambda cache, a, b: a.pages.append(b.pages[0]), "lost or used twice"),
         (lambda cache, a, b: a.pages.pop(), "lost or used twice"),
-        (lambda cache, a, b: cache._free_pages.append(a.pages[0]), "lost or used twice"),
-        (lambda cache, a, b: cache._frame_table.__setitem__(a.pages[0], cache._frame_table[b.pages[0]]), "same frame"),
-        (lambda cache, a, b: cache._allocator.alloc(EXACT_ORDER), "blocks that no page has"),
+        (lambda cache, a, b: cache._frames._free_pages.append(a.pages[0]), "lost or used twice"),
+        (lambda cache, a, b: one_place(cache, a.pages[0], b.pages[0]), "the same block"),
+        (lambda cache, a, b: allocator_of(cache).alloc(EXACT_ORDER), "blocks that no page has"),
         (lambda cache, a, b: setattr(a, "length", 1000), "lacks pages"),
     ],
     ids=["shared", "lost", "free-and-used", "one-frame-twice", "leak", "short"],
@@ -355,8 +367,9 @@ def test_sizes_by_hand():
     assert made.page_bytes == 32 * 192
     assert made.num_pages == (1 << 20) // 6144 == 170
     assert made.num_units == 170 * 16
-    assert made.unit_bytes == 32 * 8 * 2 / 16
-    assert made.num_units * made.unit_bytes * 2 * 2 * 3 == made.num_pages * made.page_bytes
+    assert (made.exact_bits, made.exact_order, made.unit_bytes) == (16, 4, 32 * 8 / 8)
+    assert made.unit_total_bytes == made.unit_bytes * 2 * 2 * 3
+    assert made.num_units * made.unit_total_bytes == made.num_pages * made.page_bytes
     assert [made.pages_for(n) for n in (0, 1, 32, 33, 64)] == [0, 1, 1, 2, 2]
 
 
@@ -377,17 +390,21 @@ def test_impossible_numbers_are_refused(changes, message):
 def test_the_pool_is_whole_pages_of_its_bytes():
     cache = make_cache(3, spare_bytes=16 * TOKEN_BYTES - 1)
     assert cache.config.num_pages == 3
-    assert sum(k.nbytes + v.nbytes for k, v in cache.layers) == 3 * 16 * TOKEN_BYTES
-    assert [tuple(x.shape) for x in cache.layers[0]] == [(HEADS, 3, 16, DIM)] * 2
-    # All one buffer, each element once.
-    starts = {x.untyped_storage().data_ptr() for pair in cache.layers for x in pair}
-    assert len(starts) == 1
-    for i, x in enumerate(x for pair in cache.layers for x in pair):
+    planes = [x for layer in cache.layers for x in (layer.k, layer.v)]
+    units = [x for layer in cache.layers for x in (layer.units_k, layer.units_v)]
+    assert sum(x.nbytes for x in planes) == sum(x.nbytes for x in units) == 3 * 16 * TOKEN_BYTES
+    assert [tuple(x.shape) for x in planes[:2]] == [(HEADS, 3, 16, DIM)] * 2
+    assert [tuple(x.shape) for x in units[:2]] == [(HEADS, 3 * 32, 16 * DIM // 8)] * 2
+    # All one buffer, each element once; the units are the same bytes.
+    assert len({x.untyped_storage().data_ptr() for x in planes + units}) == 1
+    assert [x.data_ptr() for x in planes] == [x.data_ptr() for x in units]
+    for i, x in enumerate(planes):
         x.fill_(i)
-    assert [x.unique().tolist() for pair in cache.layers for x in pair] == [[0.0], [1.0], [2.0], [3.0]]
+    assert [x.unique().tolist() for x in planes] == [[0.0], [1.0], [2.0], [3.0]]
+    assert all(torch.equal(x.view(torch.uint8).view(y.shape), y) for x, y in zip(planes, units, strict=True))
 
 
 def test_a_pool_beyond_the_machine_is_a_capacity_error():
     huge = config(capacity_bytes=1 << 60)
     with pytest.raises(CapacityError, match=f"{huge.num_pages} pages.*--kv-cache-memory"):
-        KVCache(huge, torch.bfloat16, torch.device("cpu"))
+        KVCache(huge, torch.bfloat16, torch.device("cpu"), reference)

@@ -257,7 +257,7 @@ def test_exit_3_for_a_truncated_file(models, tmp_path):
     ("args", "parts"),
     [
         (("--kv-cache-memory", "1KiB"), ("1024",)),
-        (("--kv-cache-memory", "64KiB", "-n", "400"), ("tokens", "--kv-cache-memory", "--max-tokens")),
+        (("--kv-cache-memory", "32KiB", "-n", "400"), ("tokens", "--kv-cache-memory", "--max-tokens")),
         (("--kv-cache-memory", "800TB"), ("GB", "--kv-cache-memory", "--max-model-len")),
     ],
     ids=["less-than-a-page", "request", "machine"],
@@ -283,7 +283,7 @@ def test_exit_1_for_a_package_that_is_not_there(models, tmp_path):
 
 
 def test_settings_of_later_versions_are_refused_by_name(models):
-    for flag, value in (("--kv-budget", "0.25"), ("--quantization", "int8"), ("--flash-cache-dir", "/tmp/x")):
+    for flag, value in (("--recall", "0.1"), ("--quantization", "int8"), ("--flash-cache-dir", "/tmp/x")):
         done = run(models, "-m", "tiny", "-p", "a", flag, value)
         assert done.returncode in (2, 3) and done.stdout == b"" and b"Traceback" not in done.stderr
         assert re.search(rf"error: .*({flag}|{flag[2:].replace('-', '_')})", done.stderr.decode()), done.stderr
@@ -311,11 +311,11 @@ def test_bad_sizes(text):
 
 
 def test_a_size_with_its_unit_reaches_the_cache(models):
-    """16 tokens of 512 bytes are 8 KiB a page of 16."""
+    """16 tokens of 512 bytes are 8 KiB a page of 16: one of two stays exact, the other's 32 units hold eight pages."""
     done = run(
-        models, "-m", "tiny", "-p", "a", *GREEDY, "--page-size", 16, "--kv-cache-memory", "32KiB", "-n", 400, "-q"
+        models, "-m", "tiny", "-p", "a", *GREEDY, "--page-size", 16, "--kv-cache-memory", "16KiB", "-n", 400, "-q"
     )
-    assert_error(done, 4, "64 fit")
+    assert_error(done, 4, "143 fit")
 
 
 def test_a_missing_model(models):

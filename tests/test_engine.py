@@ -667,17 +667,20 @@ def test_a_pool_for_one_request_serves_five(directory, llm):
 
 
 def test_a_request_larger_than_the_pool(directory, llm, monkeypatch):
-    page_bytes = llm._cache.config.page_bytes
-    small = load(directory, kv_cache_memory=5 * page_bytes)
+    """Two pages are 64 units: one stays exact, the other holds a page of 8 units and seven of 2, each with a record. So
+    143 tokens fit."""
+    small = load(directory, kv_cache_memory=2 * llm._cache.config.page_bytes)
+    assert small.generate([[5] * 124], greedily(20))[0].finish_reason == "length"
+    assert_empty(small)
     monkeypatch.setattr(small._runner, "forward", lambda _: pytest.fail("something was computed"))
     for call in (
-        lambda: small.generate([[5] * 4, [5] * 70], greedily(20)),
-        lambda: small.add_request([5] * 70, greedily(20)),
-        lambda: small.score([[5] * 4, [5] * 89]),
-        lambda: next(small.stream([5] * 70, greedily(20))),
+        lambda: small.generate([[5] * 4, [5] * 125], greedily(20)),
+        lambda: small.add_request([5] * 125, greedily(20)),
+        lambda: small.score([[5] * 4, [5] * 144]),
+        lambda: next(small.stream([5] * 125, greedily(20))),
     ):
         # What it needs, what there is, and what to change.
-        with pytest.raises(CapacityError, match=r"needs 89 tokens.*80 fit.*--kv-cache-memory.*--max-tokens"):
+        with pytest.raises(CapacityError, match=r"needs 144 tokens.*143 fit.*--kv-cache-memory.*--max-tokens"):
             call()
         assert_empty(small)
 
@@ -857,13 +860,11 @@ def test_an_added_request_survives_the_interrupt_of_another_call(llm, monkeypatc
     ("name", "value"),
     [
         ("quantization", "int8"),
-        ("kv_budget", 0.25),
         ("recall", 0.1),
         ("cold_format", "int4"),
         ("host_cache_size", 1 << 30),
         ("flash_cache_dir", "/tmp/x"),
         ("flash_cache_size", 1 << 30),
-        ("preset", "fast"),
         ("profile", "long"),
         ("scorer", "x"),
     ],
@@ -1036,14 +1037,15 @@ def test_a_real_model_answers():
 def test_an_exception_while_a_token_is_added_ends_that_request_only(llm, monkeypatch, nth):
     alone = llm.generate(PROMPTS[1], greedily(6))[0].token_ids
     first, second = (llm.add_request(prompt, greedily(6)) for prompt in PROMPTS[:2])
-    original, calls = llm._cache_report, itertools.count()
+    original, calls = llm._cache.report, itertools.count()
+    its = llm._requests[first].sequence
 
-    def failing(request):
-        if request.id == first and next(calls) == nth:
+    def failing(sequence):
+        if sequence is its and next(calls) == nth:
             raise RuntimeError("injected")
-        return original(request)
+        return original(sequence)
 
-    monkeypatch.setattr(llm, "_cache_report", failing)
+    monkeypatch.setattr(llm._cache, "report", failing)
     done, failures = {}, 0
     for _ in range(100):
         try:

@@ -23,7 +23,9 @@ ALLOWED = {  # package -> packages of ours that it may import
     "kernels": {"kernels"},
 }
 OURS = {*ALLOWED, "tests"}
-TRITON_FILES = {f"kernels/{name}.py" for name in ("fused", "attention", "norm", "activation", "rope")}
+TRITON_FILES = {f"kernels/{name}.py" for name in (
+    "fused", "attend", "attention", "prefill", "codes", "compress", "norm", "activation", "rope",
+)}  # fmt: skip
 NO_TORCH = {
     "memory/__init__.py", "memory/config.py", "memory/buddy.py", "memory/errors.py", "models/__init__.py",
     "models/errors.py", "models/resolve.py", "models/llama/config.py", "models/files.py", "models/checkpoint.py",
@@ -109,6 +111,10 @@ def test_light_modules_import_no_torch(name):
 @pytest.mark.parametrize("name", ["memory/config.py", "memory/buddy.py", "memory/errors.py"])
 def test_the_allocator_knows_no_torch_even_inside_functions(name):
     assert not tops(imports(tree_of(ROOT / name))) & {"torch", "numpy"}
+
+
+def test_the_policy_knows_numbers_only():
+    assert not tops(imports(tree_of(ROOT / "memory/policy.py"))) & {"torch", "kernels", "engine"}
 
 
 @pytest.mark.parametrize("file", sources(*PACKAGES))

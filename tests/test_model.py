@@ -312,7 +312,7 @@ def test_a_fragmented_pool_changes_nothing(checkpoint, alone, budget):
     for _ in range(cache.config.num_pages):
         held.append(CachedSequence())
         cache.reserve(held[-1], 1)
-    held.sort(key=lambda sequence: cache._frame_table[sequence.pages[0]])
+    held.sort(key=lambda sequence: cache._frames._start[sequence.pages[0]])
     for sequence in held[::2]:
         cache.free(sequence)
     held = held[1::2]
@@ -333,9 +333,9 @@ def test_a_fragmented_pool_changes_nothing(checkpoint, alone, budget):
 
 def test_what_the_cache_held_before_changes_nothing(checkpoint, alone):
     llm = engine(checkpoint[0], kv_cache_memory=4 * LENGTH * 512, page_size=16)
-    for k, v in llm._cache.layers:
-        k.fill_(torch.nan)
-        v.fill_(torch.nan)
+    for layer in llm._cache.layers:
+        layer.k.fill_(torch.nan)
+        layer.v.fill_(torch.nan)
     assert_as_alone(llm, alone)
 
 

@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine import SamplingParams
 from engine.scheduler import Request, Scheduler
+from kernels import reference
 from memory.cache import KVCache
-from memory.config import CacheConfig
+from memory.config import CacheConfig, TierConfig
 
 PAGE = 16
 
@@ -20,7 +21,7 @@ def make_scheduler(pages=8, budget=32, seqs=8):
     config = CacheConfig(
         num_layers=1, num_kv_heads=1, head_dim=8, itemsize=4, capacity_bytes=pages * PAGE * token_bytes, page_size=PAGE
     )
-    return Scheduler(KVCache(config, torch.float32, torch.device("cpu")), budget, seqs)
+    return Scheduler(KVCache(config, torch.float32, torch.device("cpu"), reference), budget, seqs)
 
 
 _ids = itertools.count()
@@ -253,3 +254,59 @@ def test_one_at_a_time_keeps_the_order(workload):
         step(scheduler)
         ended += [r for r in requests if r.finish_reason and r not in ended]
     assert ended == requests
+
+
+# Where pages are compressed.
+
+tiers = (
+    st.just(TierConfig())
+    | st.sampled_from([0.2, 0.3, 0.5, 0.9, 1.0]).map(lambda budget: TierConfig(budget=budget))
+    | st.integers(0, 200).map(lambda tokens: TierConfig(hot_layer_size=tokens))
+    | st.just(TierConfig(shared=True))
+)
+larger = st.lists(
+    st.tuples(st.integers(1, 300), st.integers(1, 60), st.integers(0, 12), st.none() | st.integers(0, 30)),
+    min_size=1, max_size=7,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    workload=larger, pages=st.integers(2, 24), budget=st.integers(1, 200), seqs=st.integers(1, 8), tiers=tiers,
+    shape=st.sampled_from([(8, 16, 4), (64, 32, 2), (128, 32, 4)]), fails=st.sets(st.integers(0, 60), max_size=4),
+)  # fmt: skip
+def test_any_workload_in_a_pool_that_is_too_small(workload, pages, budget, seqs, tiers, shape, fails):
+    """What fits the pool at its smallest is served to its end, in its order, also when a step fails before its commit:
+    room is found for every page that is scheduled."""
+    dim, size, itemsize = shape
+    config = CacheConfig(1, 1, dim, itemsize, pages * size * 2 * dim * itemsize, size, tiers)
+    cache = KVCache(config, torch.float32 if itemsize == 4 else torch.bfloat16, torch.device("cpu"), reference)
+    scheduler = Scheduler(cache, budget, seqs)
+    entries = [(arrival, make_request(prompt, answer), abort) for prompt, answer, arrival, abort in workload]
+    entries = [entry for entry in entries if config.least_units(entry[1].most_tokens) <= config.num_units]
+    last = max((arrival for arrival, _, _ in entries), default=0)
+    for number in range(5000):
+        for arrival, request, _ in entries:
+            if arrival == number:
+                scheduler.add(request)
+        schedule = scheduler.schedule()
+        assert schedule.requests or not (scheduler.running or scheduler.waiting), "nothing is computed"
+        check(scheduler)
+        if number not in fails:
+            for request, count in zip(schedule.requests, schedule.counts, strict=True):
+                cache.commit(request.sequence, count)
+                if request.num_pending == 0:
+                    request.tokens.append(0)
+                    if len(request.tokens) - request.num_prompt_tokens >= request.max_tokens:
+                        scheduler.finish(request, "length")
+            cache.settle([request.sequence for request in scheduler.running])
+        for _, request, abort in entries:
+            if abort == number and request.finish_reason is None and any(r is request for r in scheduler.running):
+                scheduler.finish(request, "abort")
+        check(scheduler)
+        if not (scheduler.running or scheduler.waiting) and number >= last:
+            break
+    else:
+        raise AssertionError("some request never ended")
+    assert all(request.finish_reason for _, request, _ in entries)
+    assert cache.num_free_pages == pages and cache.resident_bytes == cache._frames.table_bytes

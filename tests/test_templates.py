@@ -8,13 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import jinja2
 import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.checkpoint import TEXT, train_tokenizer
 
-from engine import ConfigError, RequestError, TokenizerError
+from engine import ConfigError, RequestError, TokenizerError, jinja_worker, templates
 from engine.chat_tokens import chat_encoder
 from engine.config import EngineConfig
 from engine.templates import ChatTemplate, TemplateSource, check_messages, find_template
@@ -127,14 +128,12 @@ def tokenizer(request, tokenizers):
 
 
 def jinja(text, tokenizer, **variables):
-    pytest.importorskip("jinja2", reason="the extra chat is not installed")
     return ChatTemplate(TemplateSource("jinja", "test", text, variables=variables), tokenizer)
 
 
-def built_in(name, tokenizer, **options):
-    return ChatTemplate(
-        TemplateSource(name, "test", variables={"bos_token": "<s>", "eos_token": "</s>"}, **options), tokenizer
-    )
+def built_in(name, tokenizer, number=0):
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+    return ChatTemplate(TemplateSource(name, "test", templates.built_in()[name][number], variables), tokenizer)
 
 
 def texts(tokenizer, ids):
@@ -175,14 +174,14 @@ def test_llama2_keeps_its_space_whatever_the_settings(tokenizers):
 
 
 def test_chatml_ids(tokenizer):
-    template = built_in("chatml", tokenizer, system="S")
+    template = built_in("chatml", tokenizer, number=5)
     control = template._encoder.control_tokens
     start, end = control["<|im_start|>"], control["<|im_end|>"]
     ids = template.encode(conversation("Hi ", "Yo", "Ha"))
     assert ids[0] == tokenizer.bos_id
     assert texts(tokenizer, ids[1:]) == [
-        start, "system\nS", end, "\n", start, "user\nHi ", end, "\n", start, "assistant\nYo", end, "\n",
-        start, "user\nHa", end, "\n", start, "assistant\n",
+        start, "system\nYou are a helpful assistant", end, "\n", start, "user\nHi ", end, "\n", start,
+        "assistant\nYo", end, "\n", start, "user\nHa", end, "\n", start, "assistant\n",
     ]  # fmt: skip
     assert template.end_ids == {end}
     given_system = template.encode(conversation("Hi", system="T"))
@@ -207,13 +206,12 @@ def test_which_templates_are_built_in(tmp_path):
     for number, entry in enumerate(found_templates()):
         ((_, text),) = entry.items()
         source = find_template(write_template(tmp_path, text))
+        assert source.text in (text, text.removesuffix("\n"))
         if source.name != "jinja":
-            names.append((number, source.name, source.bos, source.system))
-    assistant = "You are a helpful assistant"
+            names.append((number, source.name))
     assert names == [
-        (1, "chatml", False, None), (5, "chatml", True, None), (6, "chatml", False, None),
-        (7, "chatml", False, assistant + "."), (8, "chatml", False, assistant), (12, "llama2", False, None),
-        (16, "chatml", True, None), (26, "llama2", False, None), (34, "chatml", False, assistant + "."),
+        (1, "chatml"), (5, "chatml"), (6, "chatml"), (7, "chatml"), (8, "chatml"), (12, "llama2"), (16, "chatml"),
+        (26, "llama2"), (34, "chatml"),
     ]  # fmt: skip
 
 
@@ -221,7 +219,6 @@ def test_which_templates_are_built_in(tmp_path):
 @pytest.mark.parametrize("number", [1, 5, 7, 12, 16, 26])
 @pytest.mark.parametrize("system", [None, "Be  brief.", " "])
 def test_built_in_formats_are_what_their_source_renders(tmp_path, number, system):
-    jinja2 = pytest.importorskip("jinja2", reason="the extra chat is not installed")
     ((_, text),) = found_templates()[number].items()
     config = write_template(tmp_path, text)
     source = find_template(config)
@@ -278,7 +275,6 @@ def test_llama2_as_transformers():
 @pytest.mark.parametrize("number", range(35))
 def test_every_template_found_is_rendered_as_it_is(tmp_path, number):
     """The text outside of control tokens and these themselves, joined again, are what jinja2 makes of the source."""
-    jinja2 = pytest.importorskip("jinja2", reason="the extra chat is not installed")
     ((_, text),) = found_templates()[number].items()
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
     messages = conversation(" one\n", "two", "three")
@@ -389,7 +385,6 @@ def test_no_bos_where_the_model_wants_none(tmp_path):
     ],
 )  # fmt: skip
 def test_transformed_contents_are_as_with_the_real_ones(tokenizers, expression):
-    jinja2 = pytest.importorskip("jinja2", reason="the extra chat is not installed")
     text = PHI.replace("message['content']", expression)
     tokenizer = tokenizers("sentencepiece")
     messages = conversation(" Is it warm?\n", "No, cold. ", "a")
@@ -525,13 +520,21 @@ def test_what_the_template_refuses_is_said_in_its_words(tokenizers):
 # Which template.
 
 
-def test_without_jinja2_the_built_in_ones_work(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    config = write_template(tmp_path, PHI)
-    with pytest.raises(ConfigError, match=r"jinja2.*isotherm\[chat\].*--chat-template"):
-        find_template(config)
-    assert find_template(config, "llama2").name == "llama2"
-    assert find_template(write_template(tmp_path, CHATML)).name == "chatml"
+def test_only_built_in_templates_are_rendered_in_this_process(tmp_path, monkeypatch):
+    """The name alone is not enough: whose text is not ours goes to a process with limits."""
+    tokenizer = load_tokenizer(make_sentencepiece(tmp_path))
+    monkeypatch.setattr(jinja_worker, "render", lambda *_: pytest.fail("in a process of its own"))
+    for name, texts in templates.built_in().items():
+        for number in range(len(texts)):
+            assert built_in(name, tokenizer, number).encode(conversation("a"))
+    seen = []
+    monkeypatch.setattr(jinja_worker, "render_here", lambda *_: pytest.fail("in this process"))
+    monkeypatch.setattr(
+        jinja_worker, "render", lambda _, conversations, *__: seen.append(0) or ["x"] * len(conversations)
+    )
+    for name in ("llama2", "chatml", "jinja"):
+        ChatTemplate(TemplateSource(name, "test", PHI, {"bos_token": "<s>", "eos_token": "</s>"}), tokenizer)
+    assert len(seen) == 3
 
 
 def test_own_template_file_and_choice(tmp_path):
@@ -540,7 +543,7 @@ def test_own_template_file_and_choice(tmp_path):
     assert find_template(config).text == PHI  # the file wins, as in Transformers
     (tmp_path / "other.jinja").write_text(CHATML)
     assert find_template(config, str(tmp_path / "other.jinja")).name == "chatml"
-    assert find_template(config, "chatml").system is None
+    assert find_template(config, "chatml").text == CHATML
     for choice in ("llama-2", "", str(tmp_path)):
         with pytest.raises(RequestError, match=r"--chat-template must be llama2, chatml or a file"):
             find_template(config, choice)
@@ -551,7 +554,7 @@ def test_several_named_templates(tmp_path):
     assert find_template(write_template(tmp_path, named)).name == "chatml"
 
 
-@pytest.mark.parametrize("own", [None, "", 5, [], [5], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("own", [None, "", 5, [], [5], {"a": 1}, [{"name": []}]], ids=repr)
 def test_no_template(tmp_path, own):
     with pytest.raises(ConfigError, match=r"no chat template.*llama2, chatml or FILE"):
         find_template(write_template(tmp_path, own))
@@ -601,9 +604,9 @@ def test_messages_that_are_refused(tokenizers, messages, message):
 
 
 def test_messages_that_may_end_in_an_answer():
-    check_messages(conversation("a", "b"), last="assistant")
+    check_messages(conversation("a", "b"), last=("assistant",))
     with pytest.raises(RequestError, match="last message"):
-        check_messages(conversation("a"), last="assistant")
+        check_messages(conversation("a"), last=("assistant",))
 
 
 def test_noncharacters_in_messages(tokenizers):

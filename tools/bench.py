@@ -45,13 +45,25 @@ def _beside_peer(args: argparse.Namespace, measurement: str) -> dict[str, Any]:
     llm = LLM(args.model, dtype=args.dtype, threads=args.threads, skip_tokenizer_init=True)
     if longest > llm.max_model_len:
         raise ConfigError(f"{longest} tokens are needed, the model's context is {llm.max_model_len}")
-    peer = bench_llm.Peer(args.peer_python, args.model, args.dtype, args.threads) if args.peer_python else None
+    peer: bench_llm.Peer | bench_llm.FullCache | None = None
+    if args.peer_python:
+        peer = bench_llm.Peer(args.peer_python, args.model, args.dtype, args.threads)
+    elif args.kv_budget:
+        peer = bench_llm.FullCache(llm)
+    if args.kv_budget:
+        llm = llm.twin(kv_budget=args.kv_budget)
     try:
         rows = getattr(bench_llm, measurement)(llm, peer, args.context, args.repeats, args.seed)
     finally:
         if peer:
             peer.close()
-    return {"model": args.model, "dtype": args.dtype, "peer": peer.version if peer else None, "rows": rows}
+    return {
+        "model": args.model,
+        "dtype": args.dtype,
+        "kv_budget": args.kv_budget,
+        "peer": peer.version if peer else None,
+        "rows": rows,
+    }
 
 
 def _contexts(text: str) -> list[int]:
@@ -79,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--dtype", default="bfloat16", help="of both engines (default: %(default)s)")
         command.add_argument("--repeats", type=_positive, default=5, metavar="N", help="timed runs (default: 5)")
+        command.add_argument(
+            "--kv-budget", type=float, metavar="FRACTION", help="compress our cache; the peer is then ours in full"
+        )
         command.add_argument("--peer-python", metavar="PYTHON", help="an interpreter that has transformers (4.57.6)")
         command.set_defaults(run=function)
     return parser

@@ -54,7 +54,35 @@ class Peer:
         self._process.wait()
 
 
-def decode(llm: LLM, peer: Peer | None, contexts: list[int], repeats: int, seed: int) -> list[dict[str, Any]]:
+class FullCache:
+    """The peer of a budget where no other is named: the same weights with the full cache, in this process."""
+
+    version = "the same engine with the full cache"
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._request: int | None = None
+
+    def seconds(self, prefill: list[int] | None = None, decode: int = 0) -> float:
+        begin = time.perf_counter()
+        if prefill is not None:
+            self.close()
+            forever = SamplingParams(max_tokens=self._llm.max_model_len, temperature=0, ignore_eos=True)
+            self._request = self._llm.add_request(prefill, forever)
+            while not self._llm.step():
+                pass
+        for _ in range(decode):
+            self._llm.step()
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        if self._request is not None:
+            self._llm.abort(self._request)
+
+
+def decode(
+    llm: LLM, peer: Peer | FullCache | None, contexts: list[int], repeats: int, seed: int
+) -> list[dict[str, Any]]:
     """Tokens a second of one sequence at each context, medians of interleaved runs."""
     rows = []
     for context in contexts:
@@ -74,7 +102,9 @@ def decode(llm: LLM, peer: Peer | None, contexts: list[int], repeats: int, seed:
     return rows
 
 
-def prefill(llm: LLM, peer: Peer | None, contexts: list[int], repeats: int, seed: int) -> list[dict[str, Any]]:
+def prefill(
+    llm: LLM, peer: Peer | FullCache | None, contexts: list[int], repeats: int, seed: int
+) -> list[dict[str, Any]]:
     """Prompt tokens a second up to the first token of the answer, medians of interleaved runs."""
     rows = []
     for context in contexts:

@@ -2,17 +2,21 @@
 
 Written apart from `kernels.reference`, for `tools.gpu_check` and the kernels' tests. A cache is a view of a larger
 arena: frames of a sequence are scattered, there are gaps between heads and frames, and everything that no sequence owns
-is NaN: free frames, gaps, the rest of each last page.
+is NaN: free frames, gaps, the rest of each last page. Compressed pages hold random codes, scales and zeros, in an arena
+of their own where every other byte is 255: a scale larger than all that are drawn.
 """
 
+import functools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ops import AttentionPlan
+from kernels.ops import AttentionPlan, LayerCache, WarmPages
 
 # Half a unit in the last place of a result near 1, times a few: the inputs of both sides are the same rounded numbers,
 # and the arithmetic between is float32. In attention p is rounded to the 16-bit type too, which averages out over the
@@ -31,21 +35,28 @@ class Batch:
     """Keys and values of some sequences, both dense and in a paged cache."""
 
     q: Tensor  # [T, Hq, D], possibly a view
-    keys: list[Tensor]  # per sequence [Hkv, seq_len, D]
+    keys: list[Tensor]  # per sequence [Hkv, tokens, D]: the exact tokens in their dtype, then the others in float64
     values: list[Tensor]
-    k_cache: Tensor  # [Hkv, frames, page_size, D], a view
-    v_cache: Tensor
-    arenas: tuple[Tensor, Tensor]
+    cache: LayerCache  # views
     plan: AttentionPlan
 
     @property
     def scale(self) -> float:
         return float(self.q.shape[2] ** -0.5)
 
+    def columns(self, b: int) -> list[int]:
+        """Where the logits of sequence b's tokens are, in the order of `keys[b]`."""
+        page_size = self.cache.k.shape[2]
+        columns, first = list(range(int(self.plan.exact_lens[b]))), self.plan.page_table.shape[1] * page_size
+        for warm in self.plan.warm:
+            columns += range(first, first + int(warm.counts[b]) * page_size)
+            first += warm.codes.shape[1] * page_size
+        return columns
+
 
 def make_batch(
     query_lens: list[int],
-    seq_lens: list[int],
+    exact_lens: list[int],
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -53,17 +64,19 @@ def make_batch(
     page_size: int = 64,
     num_decodes: int = 0,
     device: str = "cpu",
+    warm: Mapping[int, Sequence[int]] | None = None,
 ) -> Batch:
-    """A batch of random numbers; sequence b asks query_lens[b] queries of the seq_lens[b] tokens in its cache."""
-    num_pages = [-(-n // page_size) for n in seq_lens]
+    """A batch of random numbers; sequence b asks query_lens[b] queries of the exact_lens[b] exact tokens in its cache
+    and of its compressed pages: warm[bits][b] of each format."""
+    num_pages = [-(-n // page_size) for n in exact_lens]
     frames = sum(num_pages) + 3
     order = torch.randperm(frames).tolist()
-    k_arena, k_cache = _make_cache(num_kv_heads, frames, page_size, head_dim, dtype, device)
-    v_arena, v_cache = _make_cache(num_kv_heads, frames, page_size, head_dim, dtype, device)
-    page_table = torch.zeros(len(seq_lens), max(num_pages) + 1, dtype=torch.int32)
+    k_cache = _make_cache(num_kv_heads, frames, page_size, head_dim, dtype, device)
+    v_cache = _make_cache(num_kv_heads, frames, page_size, head_dim, dtype, device)
+    page_table = torch.zeros(len(exact_lens), max(num_pages) + 1, dtype=torch.int32)
     keys, values, slots, pieces = [], [], [], []
     query_start = [0]
-    for b, (num_queries, length) in enumerate(zip(query_lens, seq_lens, strict=True)):
+    for b, (num_queries, length) in enumerate(zip(query_lens, exact_lens, strict=True)):
         ids = [order.pop() for _ in range(num_pages[b])]
         page_table[b, : len(ids)] = torch.tensor(ids)
         places = [ids[t // page_size] * page_size + t % page_size for t in range(length)]
@@ -76,39 +89,145 @@ def make_batch(
         slots += places[length - num_queries :]
         pieces.append(tuple((place, 1) for place in places))
         query_start.append(query_start[-1] + num_queries)
+    arena = _Arena(num_kv_heads, page_size, head_dim, warm or {})
+    formats = [arena.make_pages(bits, counts, keys, values, device) for bits, counts in (warm or {}).items()]
     tokens = query_start[-1]
     # A view with gaps between tokens and between heads: no stride is the product of the sizes inside.
     fused = torch.randn(tokens, num_heads + 2 * num_kv_heads, head_dim + 8).to(dtype).to(device)[..., :head_dim]
     plan = AttentionPlan(
         query_start=torch.tensor(query_start, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        exact_lens=torch.tensor(exact_lens, dtype=torch.int32, device=device),
         page_table=page_table.to(device),
         slots=torch.tensor(slots, dtype=torch.int64, device=device),
         num_decodes=num_decodes,
         max_query_len=max(query_lens[num_decodes:], default=0),
-        max_seq_len=max(seq_lens),
+        max_exact_len=max(exact_lens),
         pieces=tuple(pieces),
+        warm=tuple(formats),
     )
-    return Batch(fused[:, :num_heads], keys, values, k_cache, v_cache, (k_arena, v_arena), plan)
+    units = (torch.from_numpy(plane).to(device)[:num_kv_heads] for plane in (arena.k, arena.v))
+    return Batch(fused[:, :num_heads], keys, values, LayerCache(k_cache, v_cache, *units), plan)
 
 
-def _make_cache(
-    heads: int, frames: int, page_size: int, head_dim: int, dtype: torch.dtype, device: str
-) -> tuple[Tensor, Tensor]:
+def _make_cache(heads: int, frames: int, page_size: int, head_dim: int, dtype: torch.dtype, device: str) -> Tensor:
     # Frame-major, unlike the engine's arena: the kernels take any stride of heads and frames.
     arena = torch.full((frames, heads + 1, page_size, head_dim), math.nan, dtype=dtype, device=device)
-    return arena, arena[:, :heads].transpose(0, 1)
+    return arena[:, :heads].transpose(0, 1)
+
+
+class _Arena:
+    """Compressed pages as `kernels.ops` describes them, scattered over chunks of 8 units.
+
+    k, v [Hkv + 1, units, unit bytes] uint8: one head more than there is.
+    """
+
+    def __init__(self, heads: int, page_size: int, head_dim: int, warm: Mapping[int, Sequence[int]]) -> None:
+        self.heads, self.page_size, self.head_dim = heads, page_size, head_dim
+        self.chunk_bytes = page_size * head_dim
+        self.record_bytes = 16
+        while self.record_bytes < page_size + max(head_dim, page_size):
+            self.record_bytes *= 2
+        chunks = 3 + sum(3 + sum(counts) * (1 + -(-self.record_bytes // self.chunk_bytes)) for counts in warm.values())
+        self.k, self.v = (np.full((heads + 1, 8 * chunks, self.chunk_bytes // 8), 255, np.uint8) for _ in "kv")
+        self.free = torch.randperm(chunks).tolist()
+
+    def make_pages(
+        self, bits: int, counts: Sequence[int], keys: list[Tensor], values: list[Tensor], device: str
+    ) -> WarmPages:
+        """Random pages, counts[b] of them for sequence b; their elements are appended to keys[b] and values[b]."""
+        planes = [2, 1] if bits == 3 else [bits]
+        runs = [self._places(sum(counts), 8 // units) for units in planes]
+        records = self._places(sum(counts), self.chunk_bytes // self.record_bytes)
+        tables = torch.zeros(3, len(counts), max(counts), dtype=torch.int32)
+        for b, count in enumerate(counts):
+            for page in range(count):
+                index = [run.pop() for run in runs]
+                record = records.pop()
+                tables[:, b, page] = torch.tensor([index[0], index[-1], record])
+                for arena, dense, is_key in ((self.k, keys, True), (self.v, values, False)):
+                    content = np.stack([
+                        self._fill(arena[head].reshape(-1), bits, planes, index, record, is_key)
+                        for head in range(self.heads)
+                    ])  # fmt: skip
+                    dense[b] = torch.cat([dense[b].double(), torch.from_numpy(content).to(device)], 1)
+        codes, high, record_table = tables.to(device).unbind()
+        total = torch.tensor(counts, dtype=torch.int32, device=device)
+        return WarmPages(bits, self.record_bytes, codes, high if bits == 3 else None, record_table, total)
+
+    def _places(self, count: int, per_chunk: int) -> list[int]:
+        """`count` indices of runs of which `per_chunk` make a chunk, in random order."""
+        assert per_chunk, "a record is larger than a chunk"
+        chunks = [self.free.pop() for _ in range(-(-count // per_chunk))]
+        places = [chunk * per_chunk + i for chunk in chunks for i in range(per_chunk)]
+        return [places[i] for i in torch.randperm(len(places))[:count].tolist()]
+
+    def _fill(self, plane: Any, bits: int, planes: list[int], index: list[int], record: int, is_key: bool) -> Any:
+        """Write one head's page at random -> what it means, [page_size, D] float64."""
+        runs = []
+        for width, place in zip(planes, index, strict=True):
+            runs.append(plane[place * width * self.chunk_bytes // 8 :][: width * self.chunk_bytes // 8])
+            runs[-1][:] = torch.randint(256, runs[-1].shape).numpy()
+        content = plane[record * self.record_bytes :][: self.page_size + (self.head_dim if is_key else self.page_size)]
+        # Of elements of the size of a real K or V: a token spans 1 to 4, a mean is 0 or 2^-4 to 2.
+        first = round(16 * (8 + bits - math.log2(2**bits - 1)))
+        content[: self.page_size] = torch.randint(first, first + 33, (self.page_size,)).numpy()
+        second = content[self.page_size :]
+        if is_key:
+            sizes = torch.randint(4 * 8, 9 * 8, second.shape) * torch.randint(0, 4, second.shape).clamp_max(1)
+            second[:] = (sizes + 128 * torch.randint(0, 2, second.shape)).numpy()
+        else:
+            second[:] = torch.randint(-3, 4, second.shape).numpy().astype(np.int8).view(np.uint8)
+        return decompress(np.concatenate(runs), content, bits, is_key, self.page_size, self.head_dim)
+
+
+def decompress(codes: Any, record: Any, bits: int, is_key: bool, page_size: int, head_dim: int) -> Any:
+    """What the codes (of 3 bits the low plane, then the high one) and the record of a page mean, [page_size, D]."""
+    values, below = np.zeros((page_size, head_dim), np.int64), 0
+    for width in [2, 1] if bits == 3 else [bits]:
+        row = head_dim * width // 8
+        run, codes = codes[: page_size * row].reshape(page_size, row).astype(np.int64), codes[page_size * row :]
+        for element in range(head_dim):
+            values[:, element] += ((run[:, element % row] >> element // row * width) % 2**width) << below
+        below += width
+    scale_codes = record[:page_size].astype(np.int64)
+    scales = ((1 + scale_codes % 16 / 16) * 2.0 ** (scale_codes // 16 - 8 - bits))[:, None]
+    if is_key:
+        means = record[page_size : page_size + head_dim].astype(np.int64)
+        size = means % 128
+        mean = np.where(means > 127, -1, 1) * np.where(size == 0, 0, (1 + size % 8 / 8) * 2.0 ** (size // 8 - 8))
+        return ((values - (2**bits - 1) / 2) * scales + mean) @ hadamard(head_dim)
+    zeros = record[page_size : 2 * page_size].view(np.int8).astype(np.int64)[:, None]
+    return (values - 2 ** (bits - 1) + zeros) * scales @ hadamard(head_dim)
+
+
+@functools.lru_cache
+def hadamard(head_dim: int) -> Any:
+    """[D, D]: where i and j are in the same block, the sign is the parity of the bits that they have in common."""
+    size = 1
+    while head_dim % (2 * size) == 0:
+        size *= 2
+    return np.array(
+        [
+            [
+                (-1) ** (i & j & (size - 1)).bit_count() / size**0.5 if i // size == j // size else 0
+                for j in range(head_dim)
+            ]
+            for i in range(head_dim)
+        ]
+    )
 
 
 def attention(batch: Batch, sequences: range) -> tuple[Tensor, list[Tensor]]:
-    """-> output [query tokens, Hq, D], per sequence the base-2 logits [queries, Hq, seq_len] with -inf where unseen."""
+    """-> output [query tokens, Hq, D], per sequence the base-2 logits [queries, Hq, tokens] with -inf where unseen."""
     starts = batch.plan.query_start.tolist()
     outputs, all_logits = [], []
     for b in sequences:
         q = batch.q[starts[b] : starts[b + 1]].double().cpu()
         k, v = batch.keys[b].double().cpu(), batch.values[b].double().cpu()
         group = q.shape[1] // k.shape[0]
-        unseen = torch.ones(q.shape[0], k.shape[1]).triu(k.shape[1] - q.shape[0] + 1).bool()
+        exact = int(batch.plan.exact_lens[b])
+        unseen = torch.ones(q.shape[0], k.shape[1]).triu(exact - q.shape[0] + 1).bool()
+        unseen[:, exact:] = False
         heads, logits = [], []
         for h in range(q.shape[1]):
             score = (q[:, h] @ k[h // group].T * batch.scale).masked_fill(unseen, -math.inf)

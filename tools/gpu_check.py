@@ -57,6 +57,7 @@ def check_kernels(device: str) -> list[dict[str, Any]]:
 
 def _errors(device: str, dtype: Any, heads: int, kv_heads: int, head_dim: int) -> Iterator[tuple[str, float]]:
     """(kernel, worst error / tolerance) for one shape."""
+    import numpy as np
     import torch
 
     import kernels
@@ -82,26 +83,53 @@ def _errors(device: str, dtype: Any, heads: int, kv_heads: int, head_dim: int) -
     k, v = (torch.randn(8, kv_heads, head_dim).to(dtype).to(device) for _ in "kv")
     want = float64.rotate(batch.q.cpu(), angles)
     cos_sin = torch.cat([angles.cos(), angles.sin()], -1).float().to(device)
-    ops.rope_store(batch.q, k, v, cos_sin, batch.plan.slots, batch.k_cache, batch.v_cache)
+    ops.rope_store(batch.q, k, v, cos_sin, batch.plan.slots, batch.cache.k, batch.cache.v)
     yield "rope_store", error(batch.q, want, scale=2)
 
-    lengths = [200, 40] if device == "cpu" else [5000, 64, 65, 1, 700]
-    batch = float64.make_batch([1] * len(lengths), lengths, heads, kv_heads, head_dim, dtype, 64, len(lengths), device)
-    logits = torch.zeros(len(lengths), heads, max(lengths), device=device)
-    lse = torch.zeros(len(lengths), heads, device=device)
-    out = ops.decode_attention(batch.q, batch.k_cache, batch.v_cache, batch.plan, batch.scale, logits, lse)
-    want, _ = float64.attention(batch, range(len(lengths)))
-    yield "decode_attention", error(out, want)
-    mass = torch.stack(
-        [(row[:, :n] - m[:, None]).exp2().sum(-1) for row, m, n in zip(logits, lse, lengths, strict=True)]
-    )
-    yield "decode_attention mass", error(mass, torch.ones_like(mass), scale=4)
+    small = device == "cpu"
+    lengths = [200, 40] if small else [5000, 64, 65, 1, 700]
+    chunks, chunk_lengths = ([20, 2], [90, 2]) if small else ([300, 1, 65], [1000, 64, 65])
+    formats: dict[str, dict[int, list[int]]] = {"": {}, ", all formats": {8: [1, 0], 4: [1, 1], 3: [0, 1], 2: [2, 0]}}
+    if not small:
+        formats[", 4 bits"] = {4: [40, 0, 1, 3, 0]}
+        formats[", all formats"] = {8: [20, 0, 1, 3, 0], 4: [30, 1, 0, 0, 0], 3: [1, 5, 0, 2, 0], 2: [0, 0, 70, 0, 0]}
+    for name, warm in formats.items():
+        batch = float64.make_batch(
+            [1] * len(lengths), lengths, heads, kv_heads, head_dim, dtype, 64, len(lengths), device, warm
+        )
+        logits = torch.zeros(len(lengths), heads, batch.plan.num_columns(64), device=device)
+        lse = torch.zeros(len(lengths), heads, device=device)
+        out = ops.decode_attention(batch.q, batch.cache, batch.plan, batch.scale, logits, lse)
+        want, _ = float64.attention(batch, range(len(lengths)))
+        rounded = 2.0 if warm else 1.0  # for compressed pages, q (in prefill K and V too) is rounded once more
+        yield f"decode_attention{name}", error(out, want, rounded)
+        mass = torch.stack(
+            [
+                (row[:, batch.columns(b)] - m[:, None]).exp2().sum(-1)
+                for b, (row, m) in enumerate(zip(logits, lse, strict=True))
+            ]
+        )
+        yield f"decode_attention{name} mass", error(mass, torch.ones_like(mass), scale=4)
 
-    chunks, lengths = ([20, 2], [90, 2]) if device == "cpu" else ([300, 1, 65], [1000, 64, 65])
-    batch = float64.make_batch(chunks, lengths, heads, kv_heads, head_dim, dtype, device=device)
-    out = ops.prefill_attention(batch.q, batch.k_cache, batch.v_cache, batch.plan, batch.scale)
-    want, _ = float64.attention(batch, range(len(chunks)))
-    yield "prefill_attention", error(out, want)
+        warm = {bits: pages[: len(chunks)] for bits, pages in warm.items()}
+        batch = float64.make_batch(chunks, chunk_lengths, heads, kv_heads, head_dim, dtype, device=device, warm=warm)
+        out = ops.prefill_attention(batch.q, batch.cache, batch.plan, batch.scale)
+        want, _ = float64.attention(batch, range(len(chunks)))
+        yield f"prefill_attention{name}", error(out, want, rounded)
+
+    pages = torch.randn(1 if small else 20, 64, head_dim).to(dtype).to(device)
+    for bits in (8, 4, 3, 2):
+        for kind, is_key in (("K", True), ("V", False)):
+            codes, records = ops.compress(pages, bits, is_key)
+            kept = [
+                float64.decompress(c, r, bits, is_key, 64, head_dim)
+                for c, r in zip(codes.cpu().numpy(), records.cpu().numpy(), strict=True)
+            ]
+            exact = torch.from_numpy(np.stack(kept))
+            # The mean square over that of steps of 3.2 sigma, which the narrowest clips can reach in the worst token.
+            noise = float((exact - pages.double().cpu()).square().mean().sqrt())
+            yield f"compress, {bits} bits {kind}", noise / (3.2 / (2**bits - 1))
+            yield f"decompress, {bits} bits {kind}", error(ops.decompress(codes, records, bits, is_key, pages), exact)
 
 
 def measure_speed() -> list[dict[str, Any]]:

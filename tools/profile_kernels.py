@@ -6,10 +6,11 @@ A kernel is compiled exactly as its wrapper would launch it: the wrappers run on
 recorded instead of run.
 
     spills                  spill instructions, in the whole kernel
+    loop_spills             of them, those in the loop that is counted
     load_bits               the width that moves most bytes from global memory (attention: in the inner loop)
-    instructions_per_token  a static count of warp instructions. Attention: of the inner loop over whole pages, per
-                            cached token and KV head; for prefill per 128 rows too, a row being one query of one head.
-                            The others: of the whole kernel, per token of the step
+    instructions_per_token  a static count of warp instructions. Attention: of the inner loop over whole pages (where
+                            bits are named: over compressed ones), per cached token and KV head; for prefill per 128
+                            rows too, a row being one query of one head. The others: of the whole kernel, per token
     predicted_us            a roofline model, not a measurement: the largest of bytes / bandwidth, instructions / issue
                             slots, flops / peak. It ranks variants; latency, occupancy and launch cost are not in it
     traffic_ratio, l2_ratio bytes that the programs ask for, and bytes of distinct 32-byte sectors, over the bytes that
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import re
 import subprocess
@@ -67,16 +69,28 @@ class Model:
     intermediate: int
     dtype: str
 
-    @property
-    def short_chunk(self) -> int:
-        return SHORT * self.kv_heads // self.heads
+    def chunk(self, n: int, short: bool, bits: int) -> int:
+        """Queries of a prefill."""
+        return (SHORT if short else 4 * SHORT) * self.kv_heads // self.heads if short or bits else n
 
-    def decode(self, n: int, emit: bool = False) -> Cost:
+    def decode(self, n: int, emit: bool = False, bits: int = 0) -> Cost:
         cost = self._attention(n, 1, n)
-        return Cost(cost.bytes + 4 * n * self.heads * emit, cost.flops, n * self.kv_heads)
+        logits = 4 * (n + PAGE * bool(bits)) * self.heads * emit
+        return Cost(cost.bytes + logits - self._saved(n, bits, PAGE), cost.flops, n * self.kv_heads)
 
-    def prefill(self, n: int, short: bool = False) -> Cost:
-        return self._attention(n, self.short_chunk, n) if short else self._attention(n, n, n / 2)
+    def prefill(self, n: int, short: bool = False, bits: int = 0) -> Cost:
+        queries = self.chunk(n, short, bits)
+        cost = self._attention(n, queries, n / 2 if queries == n else n)
+        return cost._replace(bytes=cost.bytes - self._saved(n, bits, queries))
+
+    def _saved(self, n: int, bits: int, exact: int) -> float:
+        """Bytes that n tokens of b bits and `exact` tokens take less than n exact ones."""
+        compressed = 2 * self.head_dim * bits / 8 + 3 + self.head_dim / PAGE  # codes, scales and zeros, means
+        return self.kv_heads * (n * (4 * self.head_dim - compressed) - exact * 4 * self.head_dim) if bits else 0
+
+    def compress(self, n: int, bits: int) -> Cost:
+        """Of n tokens of K or V, or back; their records are left out."""
+        return Cost(n * self.kv_heads * self.head_dim * (2 + bits / 8), 0, n)
 
     def _attention(self, n: int, queries: int, seen: float) -> Cost:
         """Of `queries` of a sequence, each seeing `seen` of its n tokens."""
@@ -113,15 +127,30 @@ class Problem:
         slots = self.torch.arange(n, device=self.device)
         self.ops.rope_store(*self.qkv(n), cos_sin, slots, *self.caches(n))
 
-    def decode(self, n: int, emit: bool = False) -> None:
-        logits = self.zeros(1, self.model.heads, n, dtype="float32") if emit else None
-        scale = self.model.head_dim**-0.5
-        self.ops.decode_attention(self.qkv(1)[0], *self.caches(n), self.plan(n, 1, True), scale, logits)
+    def decode(self, n: int, emit: bool = False, bits: int = 0) -> None:
+        """bits: of all tokens but a page."""
+        plan = self.plan(PAGE if bits else n, 1, True, n if bits else 0, bits)
+        logits = self.zeros(1, self.model.heads, plan.num_columns(PAGE), dtype="float32") if emit else None
+        cache, scale = self.layer_cache(PAGE if bits else n, n, bits), self.model.head_dim**-0.5
+        self.ops.decode_attention(self.qkv(1)[0], cache, plan, scale, logits)
 
-    def prefill(self, n: int, short: bool = False) -> None:
-        """A whole prompt, or the last few queries of one."""
-        queries, scale = self.model.short_chunk if short else n, self.model.head_dim**-0.5
-        self.ops.prefill_attention(self.qkv(queries)[0], *self.caches(n), self.plan(n, queries, False), scale)
+    def prefill(self, n: int, short: bool = False, bits: int = 0) -> None:
+        """A whole prompt; or the last few queries of one, or some more behind compressed tokens."""
+        queries = self.model.chunk(n, short, bits)
+        scale = self.model.head_dim**-0.5
+        exact = queries if bits else n
+        plan = self.plan(exact, queries, False, n if bits else 0, bits)
+        self.ops.prefill_attention(self.qkv(queries)[0], self.layer_cache(exact, n, bits), plan, scale)
+
+    def compress(self, n: int, bits: int, is_key: bool) -> None:
+        pages = self.zeros(n // PAGE * self.model.kv_heads, PAGE, self.model.head_dim)
+        self.ops.compress(pages, bits, is_key)
+
+    def decompress(self, n: int, bits: int, is_key: bool) -> None:
+        pages, head_dim = n // PAGE * self.model.kv_heads, self.model.head_dim
+        codes = self.zeros(pages, bits * PAGE * head_dim // 8, dtype="uint8")
+        records = self.zeros(pages, self.record_bytes, dtype="uint8")
+        self.ops.decompress(codes, records, bits, is_key, self.zeros(PAGE, head_dim))
 
     def zeros(self, *shape: int, dtype: str | None = None) -> Any:
         kind = getattr(self.torch, dtype) if dtype else self.dtype
@@ -136,15 +165,33 @@ class Problem:
         arena = self.zeros(-(-tokens // PAGE), 2, self.model.kv_heads, PAGE, self.model.head_dim)
         return arena[:, 0].transpose(0, 1), arena[:, 1].transpose(0, 1)
 
-    def plan(self, tokens: int, queries: int, decode: bool) -> Any:
-        from kernels.ops import AttentionPlan
+    def layer_cache(self, exact: int, compressed: int, bits: int) -> Any:
+        from kernels.ops import LayerCache
 
-        query_start, seq_lens, pages = (
+        unit_bytes = PAGE * self.model.head_dim // 8
+        units = compressed // PAGE * (bits + 1 + self.record_bytes // unit_bytes)
+        planes = self.zeros(2, self.model.kv_heads, units, unit_bytes, dtype="uint8")
+        return LayerCache(*self.caches(exact), *planes)
+
+    @property
+    def record_bytes(self) -> int:
+        return PAGE + max(self.model.head_dim, PAGE)
+
+    def plan(self, exact: int, queries: int, decode: bool, compressed: int = 0, bits: int = 0) -> Any:
+        from kernels.ops import AttentionPlan, WarmPages
+
+        pages = compressed // PAGE
+        after_codes = -(-pages * PAGE * self.model.head_dim * bits // 8 // self.record_bytes)
+        query_start, exact_lens, table, codes, records, counts = (
             self.torch.tensor(values, dtype=self.torch.int32, device=self.device)
-            for values in ([0, queries], [tokens], [range(-(-tokens // PAGE))])
-        )
+            for values in (
+                [0, queries], [exact], [range(-(-exact // PAGE))], [range(pages)],
+                [range(after_codes, after_codes + pages)], [pages],
+            )
+        )  # fmt: skip
+        warm = (WarmPages(bits, self.record_bytes, codes, None, records, counts),) if bits else ()
         slots, query_len = self.zeros(queries, dtype="int64"), 0 if decode else queries
-        return AttentionPlan(query_start, seq_lens, pages, slots, int(decode), query_len, tokens, ())
+        return AttentionPlan(query_start, exact_lens, table, slots, int(decode), query_len, exact, (), warm)
 
 
 @dataclass(frozen=True)
@@ -154,30 +201,56 @@ class Op:
     cost: Callable[[Model, int], Cost] | None  # None: not predicted
     tokens: int = 2048
     traffic_tokens: int = 8  # for the interpreter
-    attention: bool = False
-    first_model: int = 0  # of MODELS; those before it would repeat a later one
+    loop: int | None = None  # count only this one of the loops that use tensor cores
+    loop_tokens: int = PAGE
+    models: tuple[int, ...] = (0, 1, 2)  # of MODELS
 
 
+LATER = (1, 2)  # the first model would repeat the second one
+LLAMA_3 = (1,)
 OPS = {
-    "rms_norm": Op("_rms_norm_kernel", Problem.rms_norm, lambda m, n: Cost(4 * n * m.hidden, 0, n), first_model=1),
+    "rms_norm": Op("_rms_norm_kernel", Problem.rms_norm, lambda m, n: Cost(4 * n * m.hidden, 0, n), models=LATER),
     "add_rms_norm": Op(
-        "_add_rms_norm_kernel", Problem.add_rms_norm, lambda m, n: Cost(8 * n * m.hidden, 0, n), first_model=1
+        "_add_rms_norm_kernel", Problem.add_rms_norm, lambda m, n: Cost(8 * n * m.hidden, 0, n), models=LATER
     ),
-    "silu_mul": Op(
-        "_silu_mul_kernel", Problem.silu_mul, lambda m, n: Cost(6 * n * m.intermediate, 0, n), first_model=1
-    ),
+    "silu_mul": Op("_silu_mul_kernel", Problem.silu_mul, lambda m, n: Cost(6 * n * m.intermediate, 0, n), models=LATER),
     "rope_store": Op(
         "_rope_store_kernel", Problem.rope_store,
         lambda m, n: Cost(4 * n * m.head_dim * (m.heads + 2 * m.kv_heads + 1), 0, n),
     ),
-    "decode_attention": Op("_decode_kernel", Problem.decode, Model.decode, 16384, 2048, True),
+    "decode_attention": Op("_decode_kernel", Problem.decode, Model.decode, 16384, 2048, 0),
     "decode_attention+logits": Op(
-        "_decode_kernel", lambda p, n: p.decode(n, True), lambda m, n: m.decode(n, True), 16384, 2048, True
+        "_decode_kernel", lambda p, n: p.decode(n, True), lambda m, n: m.decode(n, True), 16384, 2048, 0
     ),
-    "decode_merge": Op("_merge_kernel", Problem.decode, None, 16384, first_model=1),
-    "prefill_attention": Op("_prefill_kernel", Problem.prefill, Model.prefill, 4096, 192, True),
+    "decode_attention+logits,4 bits": Op(
+        "_decode_kernel", lambda p, n: p.decode(n, True, 4), lambda m, n: m.decode(n, True, 4), 16384, 2048, 1,
+        models=LATER,
+    ),
+    "decode_attention,8 bits": Op(
+        "_decode_kernel", lambda p, n: p.decode(n, bits=8), lambda m, n: m.decode(n, bits=8), 16384, 2048, 1,
+        models=LLAMA_3,
+    ),
+    "decode_merge": Op("_merge_kernel", Problem.decode, None, 16384, models=LATER),
+    "prefill_attention": Op("_prefill_kernel", Problem.prefill, Model.prefill, 4096, 192, 0),
     "prefill_attention,short": Op(
-        "_prefill_kernel", lambda p, n: p.prefill(n, True), lambda m, n: m.prefill(n, True), 16384, 1024, True, 1
+        "_prefill_kernel", lambda p, n: p.prefill(n, True), lambda m, n: m.prefill(n, True), 16384, 1024, 0,
+        models=LATER,
+    ),
+    "prefill_attention,4 bits": Op(
+        "_prefill_kernel", lambda p, n: p.prefill(n, bits=4), lambda m, n: m.prefill(n, bits=4), 16384, 1024, 0, 16,
+        models=LLAMA_3,
+    ),
+    "compress,4 bits K": Op(
+        "_compress_kernel", lambda p, n: p.compress(n, 4, True), lambda m, n: m.compress(n, 4), 2048, 128,
+        models=LLAMA_3,
+    ),
+    "compress,4 bits V": Op(
+        "_compress_kernel", lambda p, n: p.compress(n, 4, False), lambda m, n: m.compress(n, 4), 2048, 128,
+        models=LLAMA_3,
+    ),
+    "decompress,4 bits K": Op(
+        "_decompress_kernel", lambda p, n: p.decompress(n, 4, True), lambda m, n: m.compress(n, 4), 2048, 128,
+        models=LLAMA_3,
     ),
 }  # fmt: skip
 MODELS = [
@@ -188,7 +261,7 @@ MODELS = [
 
 
 def manifest() -> list[tuple[str, Op, Model]]:
-    return [(name, op, model) for name, op in OPS.items() for model in MODELS[op.first_model :]]
+    return [(name, op, model) for name, op in OPS.items() for model in map(MODELS.__getitem__, op.models)]
 
 
 def record_launch(
@@ -230,8 +303,8 @@ def compile_for(target: str, function: Any, args: tuple[Any, ...], options: dict
     return triton.compile(ASTSource(function, *specialized), target=gpu, options=parsed.__dict__)
 
 
-def read_nvidia(kernel: Any, loop_only: bool) -> tuple[dict[str, Any], int]:
-    """-> the columns, and the number of instructions: of the loop over whole pages, or all."""
+def read_nvidia(kernel: Any, loop: int | None) -> tuple[dict[str, Any], int]:
+    """-> the columns, and the number of instructions: of a loop over pages, or all."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -244,8 +317,7 @@ def read_nvidia(kernel: Any, loop_only: bool) -> tuple[dict[str, Any], int]:
     usage = re.search(r"REG:(\d+)", text)
     assert usage, f"no resource usage in the output of {' '.join(command)}"
     lines = [(int(at, 16), code) for at, code in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
-    spills = len(re.findall(r"\b(?:LDL|STL)\b", text))
-    body = _page_loop(lines) if loop_only else [code for _, code in lines]
+    body = [code for _, code in lines] if loop is None else _page_loop(lines, loop)
     bits: Counter[int] = Counter()
     for code in body:
         # LDG: to registers, LDGSTS: asynchronous, to shared memory
@@ -253,23 +325,28 @@ def read_nvidia(kernel: Any, loop_only: bool) -> tuple[dict[str, Any], int]:
             width = re.search(r"\b(128|64|[SU]?16|[SU]?8)\b", load[1])
             size = int(width[1].lstrip("SU")) if width else 32
             bits[size] += size
+    spills = [len(re.findall(r"\b(?:LDL|STL)\b", part)) for part in (text, "\n".join(body))]
     return _columns(int(usage[1]), spills, bits, TENSOR_CORE.search(text)), len(body)
 
 
-def _columns(registers: int, spills: int, bits: Counter[int], mma: re.Match[str] | None) -> dict[str, Any]:
+def _columns(registers: int, spills: list[int], bits: Counter[int], mma: re.Match[str] | None) -> dict[str, Any]:
     load_bits = max(bits, key=lambda size: bits[size], default=None)
-    return {"registers": registers, "spills": spills, "load_bits": load_bits, "tensor_core": mma and mma[0]}
+    spilled = {"spills": spills[0], "loop_spills": spills[-1]}
+    return {"registers": registers, **spilled, "load_bits": load_bits, "tensor_core": mma and mma[0]}
 
 
-def _page_loop(lines: list[tuple[int, str]]) -> list[str]:
-    """The loop over whole pages: in both attention kernels the first to end of those that use tensor cores."""
+def _page_loop(lines: list[tuple[int, str]], index: int) -> list[str]:
+    """One of the loops that use tensor cores, in the order of their ends. The first goes over whole exact pages, or, in
+    prefill where there are any, over compressed ones; those are decode's second."""
     for last, (at, code) in enumerate(lines):
         jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", code)
         if jump and int(jump[1], 16) < at:
             body = [code for at, code in lines[: last + 1] if at >= int(jump[1], 16)]
             if any(map(TENSOR_CORE.search, body)):
-                return body
-    raise AssertionError("no loop uses tensor cores")
+                if index == 0:
+                    return body
+                index -= 1
+    raise AssertionError("too few loops use tensor cores")
 
 
 def read_amd(kernel: Any) -> dict[str, Any]:
@@ -282,16 +359,16 @@ def read_amd(kernel: Any) -> dict[str, Any]:
     bits: Counter[int] = Counter()
     for width in re.findall(r"\b(?:global|buffer)_load_([a-z0-9]+)", text):
         bits[sizes.get(width, 0)] += sizes.get(width, 0)
-    return _columns(registers, sum(spilled), bits, re.search(r"\bv_mfma\w*", text))
+    return _columns(registers, [sum(spilled)], bits, re.search(r"\bv_mfma\w*", text))
 
 
 def profile(name: str, op: Op, model: Model, target: str) -> dict[str, Any]:
     function, args, options, grid = record_launch(op, model)
     kernel = compile_for(target, function, args, options)
-    columns, counted = (read_amd(kernel), None) if target.startswith("gfx") else read_nvidia(kernel, op.attention)
+    columns, counted = (read_amd(kernel), None) if target.startswith("gfx") else read_nvidia(kernel, op.loop)
     per_token = None
-    if counted is not None and op.attention:
-        per_token = counted * kernel.metadata.num_warps / PAGE * 128 / options.get("BLOCK_M", 128)
+    if counted is not None and op.loop is not None:
+        per_token = counted * kernel.metadata.num_warps / op.loop_tokens * 128 / options.get("BLOCK_M", 128)
     elif counted is not None and op.cost is not None:
         per_token = counted * kernel.metadata.num_warps * math.prod(grid) / op.tokens
     return {
@@ -302,6 +379,10 @@ def profile(name: str, op: Op, model: Model, target: str) -> dict[str, Any]:
         "instructions_per_token": None if per_token is None else round(per_token, 2),
         "predicted_us": predict(op, model, target, per_token),
     }
+
+
+def profile_job(job: tuple[int, str]) -> dict[str, Any]:
+    return profile(*manifest()[job[0]], job[1])
 
 
 def predict(op: Op, model: Model, target: str, per_token: float | None) -> dict[str, float]:
@@ -382,13 +463,20 @@ def main() -> None:
         return
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         sys.exit("TRITON_INTERPRET is set: there is nothing to compile in the interpreter")
-    work = [(*case, target) for target in arguments.targets.split(",") for case in manifest()]
+    work = [(index, target) for target in arguments.targets.split(",") for index in range(len(manifest()))]
     # Whether Triton compiles or interprets is fixed when it is imported: hence another process.
     command = [sys.executable, "-m", "tools.profile_kernels", "--count-traffic"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    traffic = json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+    with (
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as counting,
+        multiprocessing.Pool() as pool,
+    ):
+        compiled = list(Progress(pool.imap(profile_job, work), desc="Compiling", total=len(work), shown=True))
+        counted = counting.communicate()[0]
+    if counting.returncode:
+        sys.exit("counting the traffic failed")
+    traffic = json.loads(counted)
     not_counted = {"traffic_ratio": None, "l2_ratio": None}  # the merge alone: decode_attention has both its kernels
-    compiled = [profile(*job) for job in Progress(work, desc="Compiling", shown=True)]
     rows = [row | traffic.get(row["kernel"], not_counted) for row in compiled]
     if arguments.json:
         print(json.dumps({"rows": rows}))

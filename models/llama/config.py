@@ -81,10 +81,9 @@ class LlamaConfig:
 
         `rope_scaling` replaces the checkpoint's own. Raises ConfigError naming the key, got and wanted.
         """
-        _check_architecture(raw)
+        mistral = _architecture(raw) == "MistralForCausalLM"
         heads = _integer(raw, "num_attention_heads", 1, 1024)
         hidden = _integer(raw, "hidden_size", 1, 1 << 20)
-        mistral = "MistralForCausalLM" in _architectures(raw)
         if mistral:  # Transformers' defaults where a key is missing; null says something else
             raw = {"num_key_value_heads": 8, "sliding_window": 4096, **raw}
         kv_heads = _integer(raw, "num_key_value_heads", 1, heads, default=heads)
@@ -137,16 +136,11 @@ def token_ids(value: Any, key: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _architectures(raw: Mapping[str, Any]) -> list[Any]:
+def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures")
     if names is None:  # early conversions have only a model_type
         names = [{"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}.get(str(raw.get("model_type")))]
-    return names if isinstance(names, list) else []
-
-
-def _check_architecture(raw: Mapping[str, Any]) -> None:
-    names = _architectures(raw)
-    if not (names and names[0] in ARCHITECTURES):
+    if not (isinstance(names, list) and names and names[0] in ARCHITECTURES):
         got = raw.get("architectures") or raw.get("model_type")
         raise ConfigError(f"architecture {shown(got)} is not supported; supported: {', '.join(ARCHITECTURES)}")
     if raw.get("quantization_config") is not None:
@@ -155,6 +149,7 @@ def _check_architecture(raw: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"quantization_config {shown(method)} is not supported; use the model's float16 or bfloat16 checkpoint"
         )
+    return str(names[0])
 
 
 def _integer(raw: Mapping[str, Any], key: str, least: int, greatest: int, default: int | None = None) -> int:

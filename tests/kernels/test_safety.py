@@ -4,6 +4,7 @@ The arenas of the last tests are larger than 2^31 elements. Their memory is rese
 frames at the far end of it, where an int32 offset has wrapped around.
 """
 
+import itertools
 import mmap
 from dataclasses import replace
 
@@ -15,8 +16,12 @@ from torch import Tensor
 
 from kernels import attention
 from kernels.activation import silu_mul
-from kernels.attention import decode_attention, prefill_attention
+from kernels.attention import decode_attention
+from kernels.codes import signs_of
+from kernels.compress import compress, decompress
 from kernels.norm import add_rms_norm, rms_norm
+from kernels.ops import WarmPages
+from kernels.prefill import prefill_attention
 from kernels.rope import rope_store
 from tools import float64
 
@@ -24,23 +29,43 @@ PAGE = 64
 
 
 @pytest.fixture
-def three_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "count_splits", lambda *_: 3)
+def three_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "count_slices", lambda _, tokens, *__: [3] * len(tokens))
 
 
 def watch_batch(meter, batch: float64.Batch, q: Tensor) -> None:
     """Only the tokens of the batch may be read from the arenas: not the gaps, free frames, or page tails."""
     plan = batch.plan
     meter.watch("q", q)
-    meter.watch("plan", plan.query_start, plan.seq_lens)
-    for b, length in enumerate(plan.seq_lens.tolist()):
+    meter.watch("plan", plan.query_start, plan.exact_lens)
+    for b, length in enumerate(plan.exact_lens.tolist()):
         pages = -(-length // PAGE)
         meter.watch("page_table", plan.page_table[b, :pages])
         for page, frame in enumerate(plan.page_table[b, :pages].tolist()):
             tokens = min(length - page * PAGE, PAGE)
-            for name, cache in (("k_cache", batch.k_cache), ("v_cache", batch.v_cache)):
+            for name, cache in (("k_cache", batch.cache.k), ("v_cache", batch.cache.v)):
                 for head in range(cache.shape[0]):
                     meter.watch(name, cache[head, frame, :tokens])
+    meter.watch("signs", signs_of(q.shape[2], q.dtype, q.device))
+    for warm in plan.warm:
+        meter.watch("counts", warm.counts)
+        for b, count in enumerate(warm.counts.tolist()):
+            for page in range(count):
+                watch_compressed(meter, batch, warm, b, page)
+
+
+def watch_compressed(meter, batch: float64.Batch, warm: WarmPages, b: int, page: int) -> None:
+    """The codes and the record of one page, and its entries in the tables."""
+    head_dim, unit = batch.q.shape[2], batch.cache.units_k.shape[2]
+    runs = [(warm.codes, 2 * unit if warm.bits == 3 else warm.bits * unit)]
+    runs += [(warm.high, unit)] if warm.high is not None else []
+    meter.watch("tables", *(table[b, page : page + 1] for table in (*(run[0] for run in runs), warm.records)))
+    record = int(warm.records[b, page]) * warm.record_bytes
+    for units, length in ((batch.cache.units_k, PAGE + head_dim), (batch.cache.units_v, 2 * PAGE)):
+        for plane in units:
+            meter.watch("record", plane.view(-1)[record : record + length])
+            for table, size in runs:
+                meter.watch("codes", plane.view(-1)[int(table[b, page]) * size :][:size])
 
 
 def test_norms_and_activation(meter, int32_checks) -> None:
@@ -70,26 +95,49 @@ def test_rope_store(meter, int32_checks) -> None:
     rope_store(q, k, v, cos_sin, slots, k_cache, v_cache)
 
 
+WARM = [{}, {4: [2, 0, 1], 3: [0, 4, 0]}]
+
+
+@pytest.mark.parametrize("warm", WARM, ids=["exact", "compressed"])
 @pytest.mark.parametrize("head_dim", [80, 128])
-def test_decode(head_dim: int, meter, int32_checks, three_splits) -> None:
-    lengths = [1, 64, 300, 130]
-    batch = float64.make_batch([1] * 4, lengths, 6, 2, head_dim, num_decodes=4)
-    logits, lse = torch.zeros(4, 6, 310), torch.zeros(4, 6)
+def test_decode(head_dim: int, warm: dict[int, list[int]], meter, int32_checks, three_slices) -> None:
+    lengths = [1, 64, 300]
+    batch = float64.make_batch([1] * 3, lengths, 6, 2, head_dim, num_decodes=3, warm=warm)
+    logits, lse = torch.zeros(3, 6, batch.plan.num_columns(PAGE)), torch.zeros(3, 6)
     watch_batch(meter, batch, batch.q)
-    for b, length in enumerate(lengths):
-        for head in range(6):
-            meter.watch("logits", logits[b, head, :length], write=True)
+    watch_logits(meter, batch, logits)
     meter.watch("lse", lse, write=True)
-    got = decode_attention(batch.q, batch.k_cache, batch.v_cache, batch.plan, batch.scale, logits, lse)
-    float64.assert_close(got, float64.attention(batch, range(4))[0], torch.float32)
+    got = decode_attention(batch.q, batch.cache, batch.plan, batch.scale, logits, lse)
+    float64.assert_close(got, float64.attention(batch, range(3))[0], torch.float32)
 
 
+def watch_logits(meter, batch: float64.Batch, logits: Tensor) -> None:
+    for b in range(logits.shape[0]):
+        columns = batch.columns(b)
+        exact = int(batch.plan.exact_lens[b])
+        starts = [0, *range(exact, len(columns), PAGE)]
+        for first, end in itertools.pairwise([*starts, len(columns)]):
+            if first < end:
+                meter.watch("logits", *logits[b, :, columns[first] : columns[end - 1] + 1], write=True)
+
+
+@pytest.mark.parametrize("warm", [{}, {4: [1, 0, 2], 3: [0, 1, 1]}], ids=["exact", "compressed"])
 @pytest.mark.parametrize("head_dim", [80, 128])
-def test_prefill(head_dim: int, meter, int32_checks) -> None:
-    batch = float64.make_batch([1, 70, 10], [5, 70, 140], 6, 2, head_dim, torch.float16, num_decodes=1)
+def test_prefill(head_dim: int, warm: dict[int, list[int]], meter, int32_checks) -> None:
+    batch = float64.make_batch([1, 70, 10], [5, 70, 140], 6, 2, head_dim, torch.float16, num_decodes=1, warm=warm)
     watch_batch(meter, batch, batch.q[1:])
-    got = prefill_attention(batch.q[1:], batch.k_cache, batch.v_cache, batch.plan, batch.scale)
-    float64.assert_close(got, float64.attention(batch, range(1, 3))[0], torch.float16)
+    got = prefill_attention(batch.q[1:], batch.cache, batch.plan, batch.scale)
+    float64.assert_close(got, float64.attention(batch, range(1, 3))[0], torch.float16, scale=2)
+
+
+@pytest.mark.parametrize("is_key", [True, False], ids=["K", "V"])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_compress(bits: int, is_key: bool, meter, int32_checks) -> None:
+    x = torch.randn(3, 70, 88)[:, :64, :80]
+    meter.watch("x", *(row for page in x for row in page))
+    meter.watch("signs", signs_of(80, x.dtype, x.device))
+    codes, records = compress(x, bits, is_key)
+    decompress(codes, records, bits, is_key, x)
 
 
 def test_the_meter_sees_faults(meter) -> None:
@@ -144,30 +192,62 @@ def far_cache(heads: int, head_dim: int, frames: int) -> tuple[Tensor, Tensor]:
 def moved_far(batch: float64.Batch) -> float64.Batch:
     """The same batch, its frames at the far end of a cache of 4 * 2^30 elements."""
     frames = 4096
-    k_cache, v_cache = far_cache(batch.k_cache.shape[0], batch.k_cache.shape[3], frames)
-    shift = frames - batch.k_cache.shape[1]
-    used = batch.plan.seq_lens.add(PAGE - 1).div(PAGE, rounding_mode="floor").tolist()
+    k_cache, v_cache = far_cache(batch.cache.k.shape[0], batch.cache.k.shape[3], frames)
+    shift = frames - batch.cache.k.shape[1]
+    used = batch.plan.exact_lens.add(PAGE - 1).div(PAGE, rounding_mode="floor").tolist()
     table = batch.plan.page_table.clone()
     for b, pages in enumerate(used):
         table[b, :pages] += shift
         for near, far in zip(batch.plan.page_table[b, :pages].tolist(), table[b, :pages].tolist(), strict=True):
-            k_cache[:, far], v_cache[:, far] = batch.k_cache[:, near], batch.v_cache[:, near]
+            k_cache[:, far], v_cache[:, far] = batch.cache.k[:, near], batch.cache.v[:, near]
     plan = replace(batch.plan, page_table=table, slots=batch.plan.slots + shift * PAGE)
-    return replace(batch, k_cache=k_cache, v_cache=v_cache, plan=plan)
+    return replace(batch, cache=batch.cache._replace(k=k_cache, v=v_cache), plan=plan)
 
 
-def test_decode_past_two_billion_elements(meter, int32_checks, three_splits) -> None:
+def test_decode_past_two_billion_elements(meter, int32_checks, three_slices) -> None:
     batch = moved_far(float64.make_batch([1, 1], [200, 65], 4, 2, 128, torch.float16, num_decodes=2))
     watch_batch(meter, batch, batch.q)
-    got = decode_attention(batch.q, batch.k_cache, batch.v_cache, batch.plan, batch.scale)
+    got = decode_attention(batch.q, batch.cache, batch.plan, batch.scale)
     float64.assert_close(got, float64.attention(batch, range(2))[0], torch.float16)
 
 
 def test_prefill_past_two_billion_elements(meter, int32_checks) -> None:
     batch = moved_far(float64.make_batch([20, 3], [90, 65], 4, 2, 128, torch.float16))
     watch_batch(meter, batch, batch.q)
-    got = prefill_attention(batch.q, batch.k_cache, batch.v_cache, batch.plan, batch.scale)
+    got = prefill_attention(batch.q, batch.cache, batch.plan, batch.scale)
     float64.assert_close(got, float64.attention(batch, range(2))[0], torch.float16)
+
+
+def moved_far_compressed(batch: float64.Batch) -> float64.Batch:
+    """The same batch, its compressed pages at the far end of planes of 2^32 bytes each."""
+    units = 2**32 // batch.cache.units_k.shape[2]
+    shift, planes = units - batch.cache.units_k.shape[1], []
+    for near in batch.cache[2:]:
+        far = reserved(near.shape[0] * 2**32, torch.uint8).view(near.shape[0], units, -1)
+        far[:, shift:] = near
+        planes.append(far)
+    formats = []
+    for warm in batch.plan.warm:
+        size = 2 if warm.bits == 3 else warm.bits
+        moved = {
+            "codes": warm.codes + shift // size,
+            "records": warm.records + shift * far.shape[2] // warm.record_bytes,
+        }
+        high = None if warm.high is None else warm.high + shift
+        formats.append(replace(warm, high=high, **moved))
+    cache = batch.cache._replace(units_k=planes[0], units_v=planes[1])
+    return replace(batch, cache=cache, plan=replace(batch.plan, warm=tuple(formats)))
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_compressed_pages_past_two_billion_bytes(bits: int, meter, int32_checks) -> None:
+    batch = float64.make_batch([1, 5], [20, 9], 4, 2, 128, torch.float16, num_decodes=1, warm={bits: [2, 1]})
+    batch = moved_far_compressed(batch)
+    watch_batch(meter, batch, batch.q)
+    got = decode_attention(batch.q[:1], batch.cache, batch.plan, batch.scale)
+    float64.assert_close(got, float64.attention(batch, range(1))[0], torch.float16)
+    got = prefill_attention(batch.q[1:], batch.cache, batch.plan, batch.scale)
+    float64.assert_close(got, float64.attention(batch, range(1, 2))[0], torch.float16, scale=2)
 
 
 def test_rope_store_past_two_billion_elements(meter, int32_checks) -> None:
@@ -189,12 +269,12 @@ def test_rope_store_past_two_billion_elements(meter, int32_checks) -> None:
 def test_logits_past_two_billion_elements(meter, int32_checks) -> None:
     """A batch of long sequences: every stride of the logits is below 2^31, the place of the last sequence's is not."""
     lengths, row = [3, 5, 70], 2**28 + 4
-    batch = float64.make_batch([1, 1, 1], lengths, 4, 2, 16, num_decodes=3)
-    logits = reserved(3 * 4 * row, torch.float32).view(3, 4, row)
+    batch = float64.make_batch([1, 1, 1], lengths, 4, 2, 16, num_decodes=3, warm={4: [1, 0, 2]})
+    arena = reserved(3 * 4 * row, torch.float32).view(3, 4, row)
+    logits = arena[:, :, row - batch.plan.num_columns(PAGE) :]
     watch_batch(meter, batch, batch.q)
-    for b, length in enumerate(lengths):
-        meter.watch("logits", *logits[b, :, :length], write=True)
-    decode_attention(batch.q, batch.k_cache, batch.v_cache, batch.plan, batch.scale, logits)
+    watch_logits(meter, batch, logits)
+    decode_attention(batch.q, batch.cache, batch.plan, batch.scale, logits)
     want = float64.attention(batch, range(3))[1]
-    for b, length in enumerate(lengths):
-        float64.assert_close(logits[b, :, :length], want[b][0], torch.float32, scale=4)
+    for b in range(3):
+        float64.assert_close(logits[b][:, batch.columns(b)], want[b][0], torch.float32, scale=4)

@@ -1,0 +1,278 @@
+"""How the kernels read compressed pages (`kernels.ops` has their layout), and decode attention over them.
+
+Decode has no dequantised tile. With s the scale of a token, z the zero of V with its constant, m the means of K, in the
+rotated basis:
+
+    logit  = s * (q . code - (2^b - 1) / 2 * sum of q) + q . m
+    out   += (p * s) @ code + sum over tokens of p * s * z
+
+The codes go into the products as they lie in memory: the bits of a code below 2^10, read as a float16, are the
+subnormal code * 2^-24, exactly, and tensor cores multiply subnormals at full speed. So a mask makes two operands of a
+32-bit word, one in each half; a code that lies k bits up in its half is 2^k times as large, for which its q is 2^-k
+times as large. The two halves must be neighbours in the inner dimension of the product:
+
+    K    bytes 0 and 2 of a word (then, shifted by 8, bytes 1 and 3): channels 2c and 2c + 1 of a *part*
+    V    the same 16 bits of two tokens, put together as a word
+
+So part i has the channels 2c + i % 2 + i // 2 * WIDTH, where WIDTH is the bytes of a token's codes (of 3 bits: of their
+low plane); there are twice as many parts as codes in a byte. q and the output are kept in the same parts.
+
+q and p * s are rounded to float16 also where the cache is bfloat16: it has the three bits more. The scales of V start
+at 2^-8 there, whatever the format, which keeps p * s in float16's range. With a float32 cache everything is float32.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.ops import MEAN_EXPONENT, min_exponent
+
+lowest = triton.constexpr_function(min_exponent)
+MEAN_BIAS = tl.constexpr((MEAN_EXPONENT + 127) << 23)
+
+
+@triton.jit
+def scale_of(code, EXPONENT: tl.constexpr):
+    """The scale of an integer code, where that of code 0 is 2^EXPONENT."""
+    return ((code.to(tl.int32) << 19) + ((127 + EXPONENT) << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def mean_of(code):
+    """The mean of a code, of which only the low 8 bits count."""
+    size = (code.to(tl.int32) & 127) << 20
+    bits = tl.where(size == 0, 0, size + MEAN_BIAS) | ((code.to(tl.int32) & 128) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rotate(x, signs, FACTOR: tl.constexpr):
+    """x [M, K] float32 @ signs [K, N] * FACTOR: to twice the precision of a 16-bit type, in two products."""
+    high = x.to(signs.dtype)
+    out = tl.dot(high, signs, input_precision="ieee")
+    if signs.dtype != tl.float32:
+        out = tl.dot((x - high.to(tl.float32)).to(signs.dtype), signs, out)
+    return out * FACTOR
+
+
+@triton.jit
+def load_words(
+    base,  # pointer to bytes
+    row,  # 0, or [rows, 1] for a column [1, columns]
+    column,
+    ROW: tl.constexpr,  # bytes of a row
+    WIDTH: tl.constexpr,  # bytes to read: ROW, or twice as many: then each row twice, shifted by a bit the second time
+    WORD: tl.constexpr,  # 4 or 2 bytes a column
+):
+    """int32: the words of rows of bytes; 0 past WIDTH."""
+    if ROW % WORD == 0:
+        words = base.to(tl.pointer_type(tl.int32 if WORD == 4 else tl.uint16), bitcast=True) + row * (ROW // WORD)
+        mask = column < WIDTH // WORD
+        if ROW < WIDTH:
+            x = tl.load(words + column % (ROW // WORD), mask=mask, other=0).to(tl.int32) >> (column // (ROW // WORD))
+        else:
+            x = tl.load(words + column, mask=mask, other=0).to(tl.int32)
+    else:  # narrow heads
+        x = 0
+        for i in tl.static_range(WORD):
+            byte = column * WORD + i
+            at = base + row * ROW + byte % ROW
+            x |= (tl.load(at, mask=byte < WIDTH, other=0).to(tl.int32) >> (byte // ROW)) << (8 * i)
+    return x
+
+
+@triton.jit
+def byte_pairs(words, i: tl.constexpr):
+    """[N] int32 -> [2N]: in the low 8 bits of each, the bytes i and i + 2 of the words."""
+    return tl.reshape(tl.join(words >> (8 * i), words >> (8 * i + 16)), [2 * words.shape[0]])
+
+
+@triton.jit
+def all_bytes(words):
+    """[N] int32 -> [4N]: in the low 8 bits of each, the bytes of the words."""
+    return tl.reshape(tl.join(byte_pairs(words, 0), byte_pairs(words, 1)), [4 * words.shape[0]])
+
+
+@triton.jit
+def neighbours(words):
+    """[M, N] of 16 bits each -> [N, M / 2]: those of two rows as one word."""
+    first, second = tl.split(tl.reshape(tl.trans(words), [words.shape[1], words.shape[0] // 2, 2]))
+    return first | (second << 16)
+
+
+@triton.jit
+def unpack(low, high, i: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
+    """[M, N] int32 -> [M, 2N]: code * 2^(LOW * (i // 2) - 24) of part i, from both halves of the words."""
+    LOW: tl.constexpr = 2 if BITS == 3 else BITS
+    x = (low >> i % 2 * 8) & (((1 << LOW) - 1) * 0x10001 << i // 2 * LOW)
+    if BITS == 3:
+        x |= ((high >> i % 2 * 8) << 2) & (4 * 0x10001 << i // 2 * LOW)
+    first = x.to(tl.int16).to(tl.float16, bitcast=True)
+    second = (x >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(first, second), [x.shape[0], 2 * x.shape[1]]).to(FLOAT)
+
+
+@triton.jit
+def decompressed(
+    low,  # scalar pointers to bytes: the codes of the first token
+    high,  # of 3 bits only
+    scales,  # of these tokens
+    second,  # K: the means; V: the zeros of these tokens
+    BITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_KEY: tl.constexpr,
+):
+    """[TOKENS, BLOCK_D] float32, in the rotated basis; columns from HEAD_DIM on are 0."""
+    LOW: tl.constexpr = 2 if BITS == 3 else BITS
+    WIDTH: tl.constexpr = HEAD_DIM * LOW // 8
+    token = tl.arange(0, TOKENS)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    mask = (token >= 0) & (dim < HEAD_DIM)
+    code = tl.load(low + token * WIDTH + dim % WIDTH, mask=mask, other=0).to(tl.int32)
+    code = code >> (dim // WIDTH * LOW) & ((1 << LOW) - 1)
+    if BITS == 3:
+        bits = tl.load(high + token * (WIDTH // 2) + dim % (WIDTH // 2), mask=mask, other=0).to(tl.int32)
+        code |= (bits >> (dim // (WIDTH // 2)) & 1) << 2
+    # 2^23 + code, by its bits: converting an integer is four times slower
+    value = (code | 0x4B000000).to(tl.float32, bitcast=True) - 2.0**23
+    scale = scale_of(tl.load(scales + token), lowest(BITS))
+    if IS_KEY:
+        mean = mean_of(tl.load(second + dim, mask=dim < HEAD_DIM, other=0))
+        value = (value - ((1 << BITS) - 1) * 0.5) * scale + mean
+    else:
+        value = (value + (tl.load(second + token).to(tl.int8, bitcast=True).to(tl.float32) - (1 << BITS - 1))) * scale
+    return tl.where(dim < HEAD_DIM, value, 0.0)
+
+
+@triton.jit
+def decode_codes(
+    q,  # [GROUP, D]: of one sequence and KV head
+    out,  # [GROUP, D] float32, in the rotated basis
+    lse,  # [GROUP]
+    logits,  # [GROUP, PAGE_SIZE * pages]. Written if EMIT
+    k_plane,  # the head's units
+    v_plane,
+    codes,  # [pages] int32, of one sequence, as in WarmPages
+    high,
+    records,
+    signs,  # [D, D], of q's type: the matrix that rotates, times 1 / FACTOR
+    first_page,
+    last_page,
+    scale,
+    stride_q_head,
+    stride_out,
+    stride_lse,
+    stride_logits_head,
+    record_bytes,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    EMIT: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_W: tl.constexpr,  # WIDTH, or more
+    BLOCK_H: tl.constexpr,  # GROUP, or more
+    FACTOR: tl.constexpr,
+):
+    """A slice of decode attention: the pages [first_page, last_page) of one format."""
+    LOW: tl.constexpr = 2 if BITS == 3 else BITS
+    WIDTH: tl.constexpr = HEAD_DIM * LOW // 8
+    FLOAT: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16
+    row = tl.arange(0, BLOCK_H)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    pair = tl.arange(0, BLOCK_W // 2)
+    mask = (row < GROUP) & (dim < HEAD_DIM)
+    q_tile = tl.load(q + row * stride_q_head + dim, mask=mask, other=0.0)
+    exact_parts = ()
+    parts = ()
+    acc = ()
+    middle = tl.zeros([BLOCK_H], tl.float32)
+    for i in tl.static_range(16 // LOW):
+        rows = signs + (2 * pair[:, None] + i % 2 + i // 2 * WIDTH) * HEAD_DIM + dim  # the matrix is symmetric
+        some = tl.load(rows, mask=(pair[:, None] < WIDTH // 2) & (dim < HEAD_DIM), other=0.0)
+        rotated = tl.dot(q_tile, tl.trans(some), input_precision="ieee") * FACTOR
+        part = (rotated * 2.0 ** -(i // 2 * LOW)).to(FLOAT)
+        middle += tl.sum(part.to(tl.float32), 1) * (2.0 ** (i // 2 * LOW) * ((1 << BITS) - 1) * 0.5)
+        exact_parts += (rotated,)
+        parts += (part,)
+        acc += (tl.zeros([BLOCK_H, BLOCK_W // 2], tl.float32),)
+    row_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_H, PAGE_SIZE], tl.float32)
+    shift = tl.zeros([BLOCK_H, PAGE_SIZE], tl.float32)  # what the zeros of V add to every channel
+    token = tl.arange(0, PAGE_SIZE)
+    word = tl.arange(0, BLOCK_W // 4)
+    quarter = tl.arange(0, PAGE_SIZE // 4)
+    for page in range(first_page, last_page):
+        run = tl.load(codes + page).to(tl.int64) * (PAGE_SIZE * WIDTH)
+        record = tl.load(records + page).to(tl.int64) * record_bytes
+        k = load_words(k_plane + run, token[:, None], word[None, :], WIDTH, WIDTH, 4)
+        v = neighbours(load_words(v_plane + run, token[:, None], pair[None, :], WIDTH, WIDTH, 2))
+        k_high = k
+        v_high = v
+        if BITS == 3:
+            run = tl.load(high + page).to(tl.int64) * (PAGE_SIZE * WIDTH // 2)
+            k_high = load_words(k_plane + run, token[:, None], word[None, :], WIDTH // 2, WIDTH, 4)
+            v_high = neighbours(load_words(v_plane + run, token[:, None], pair[None, :], WIDTH // 2, WIDTH, 2))
+
+        logit = tl.zeros_like(row_sum)
+        of_means = tl.zeros([BLOCK_H, BLOCK_W // 2], tl.float32)
+        for i in tl.static_range(16 // LOW):
+            if i % 2 == 0:
+                means = load_words(k_plane + record + PAGE_SIZE + i // 2 * WIDTH, 0, word, WIDTH, WIDTH, 4)
+            of_means += exact_parts[i] * mean_of(byte_pairs(means, i % 2))[None, :]
+            logit = tl.dot(parts[i], tl.trans(unpack(k, k_high, i, BITS, FLOAT)), logit, input_precision="ieee")
+        scales = all_bytes(load_words(k_plane + record, 0, quarter, PAGE_SIZE, PAGE_SIZE, 4)) & 255
+        scales = scale_of(scales, lowest(BITS))[None, :]
+        logit = (logit * 2.0**24 - middle[:, None]) * scales + tl.sum(of_means, 1)[:, None]
+        if EMIT:
+            to = logits + row.to(tl.int64) * stride_logits_head + page * PAGE_SIZE + token[None, :]
+            tl.store(to, logit * scale, mask=row < GROUP)
+        new_max = tl.maximum(row_max, tl.max(logit, 1) * scale)
+        p = tl.exp2(logit * scale - new_max[:, None])
+        decay = tl.exp2(row_max - new_max)[:, None]
+        row_max = new_max
+        row_sum = row_sum * decay + p
+
+        both = load_words(v_plane + record, tl.arange(0, 2)[None, :], quarter[:, None], PAGE_SIZE, PAGE_SIZE, 4)
+        scales, zeros = tl.split(both)  # of one load, which is prefetched for the scales
+        zeros = all_bytes(zeros).to(tl.int8).to(tl.float32) - (1 << BITS - 1)
+        scaled = (p * scale_of(all_bytes(scales) & 255, -8)[None, :]).to(FLOAT)
+        shift = shift * decay + scaled.to(tl.float32) * zeros[None, :]
+        new_acc = ()
+        for i in tl.static_range(16 // LOW):
+            operand = tl.trans(unpack(v, v_high, i, BITS, FLOAT))
+            new_acc += (tl.dot(scaled, operand, acc[i] * decay, input_precision="ieee"),)
+        acc = new_acc
+    total = tl.sum(row_sum, 1)
+    unit = 2.0 ** (8 + lowest(BITS)) / total
+    mask = (row < GROUP) & (pair[None, :] < WIDTH // 2)
+    for i in tl.static_range(16 // LOW):
+        share = (acc[i] * 2.0 ** (24 - i // 2 * LOW) + tl.sum(shift, 1)[:, None]) * unit[:, None]
+        tl.store(out + row * stride_out + 2 * pair[None, :] + i % 2 + i // 2 * WIDTH, share, mask=mask)
+    row = tl.arange(0, BLOCK_H)
+    tl.store(lse + row * stride_lse, row_max + tl.log2(total), mask=row < GROUP)
+
+
+def factor_of(head_dim: int) -> float:
+    """What the elements of `signs_of` lack to rotate."""
+    return float((head_dim & -head_dim) ** -0.5)
+
+
+@functools.lru_cache
+def signs_of(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[D, D]: the matrix of `kernels.ops` that rotates, in elements of 1, -1 and 0."""
+    signs = torch.ones(1, 1)
+    while head_dim % (2 * len(signs)) == 0:
+        signs = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), signs)
+    matrix: Tensor = torch.block_diag(*[signs] * (head_dim // len(signs)))
+    return matrix.to(device, dtype)
+
+
+def block_d(head_dim: int) -> int:
+    """The tile's width: a power of two, and at least the inner dimension that tl.dot takes."""
+    return max(16, int(triton.next_power_of_2(head_dim)))

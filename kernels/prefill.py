@@ -1,0 +1,193 @@
+"""Attention of prefill chunks: see kernels.attention. Compressed pages come first: then what they gave, which is in the
+rotated basis of kernels.ops, is rotated back once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attend import LOG2_E, attend, attend_page, check
+from kernels.codes import block_d, decompressed, factor_of, rotate, signs_of
+from kernels.ops import AttentionPlan, LayerCache
+
+
+@triton.jit
+def _attend_compressed(
+    q,  # [ROWS, BLOCK_D], rotated
+    k_plane,  # the head's units
+    v_plane,
+    tables,
+    sizes,
+    seq,
+    scale,
+    acc,  # rotated
+    row_max,
+    row_sum,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """`attend` to all pages of one format of a sequence.
+
+    They are decompressed: among a hundred rows the work of it is little, unlike among the few of decode.
+    """
+    codes, high, records, counts = tables
+    stride, record_bytes = sizes
+    WIDTH: tl.constexpr = HEAD_DIM * (2 if BITS == 3 else BITS) // 8
+    TOKENS: tl.constexpr = 16  # at a time: more spill
+    STEPS: tl.constexpr = PAGE_SIZE // TOKENS
+    for step in range(tl.load(counts + seq) * STEPS):
+        at = seq * stride + step // STEPS
+        first = step % STEPS * TOKENS  # token of the page
+        run = tl.load(codes + at).to(tl.int64) * (PAGE_SIZE * WIDTH) + first * WIDTH
+        high_run = run
+        if BITS == 3:
+            high_run = tl.load(high + at).to(tl.int64) * (PAGE_SIZE * WIDTH // 2) + first * (WIDTH // 2)
+        record = tl.load(records + at).to(tl.int64) * record_bytes
+        scales = record + first
+        k = decompressed(
+            k_plane + run, k_plane + high_run, k_plane + scales, k_plane + record + PAGE_SIZE,
+            BITS, HEAD_DIM, BLOCK_D, TOKENS, True,
+        )
+        v = decompressed(
+            v_plane + run, v_plane + high_run, v_plane + scales, v_plane + scales + PAGE_SIZE,
+            BITS, HEAD_DIM, BLOCK_D, TOKENS, False,
+        )
+        acc, row_max, row_sum = attend(
+            q, k.to(q.dtype), v.to(q.dtype), 0, 0, 0, None, None, scale, acc, row_max, row_sum,
+            TOKENS, False, False, False,
+        )
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=["num_decodes", "stride_table"])  # they change from step to step
+def _prefill_kernel(
+    q,  # [query tokens of the chunks, Hq, D]
+    k_cache,  # [Hkv, frames, PAGE_SIZE, D], pages without gaps
+    v_cache,  # the same
+    out,  # [query tokens of the chunks, Hq, D], contiguous
+    page_table,  # [B, max_pages] int32
+    query_start,  # [B + 1] int32
+    exact_lens,  # [B] int32
+    scale,
+    num_decodes,
+    stride_q_token,
+    stride_q_head,
+    stride_k_head,
+    stride_k_frame,
+    stride_v_head,
+    stride_v_frame,
+    stride_table,
+    planes,  # units_k, units_v, q rotated [query tokens of the chunks, Hq, D], the signs that rotate [D, D]
+    tables,  # of each compressed format: codes, high, records, counts of WarmPages
+    sizes,  # of each: stride of the tables, record_bytes
+    stride_units_k,
+    stride_units_v,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FORMATS: tl.constexpr,  # bits of each
+    FACTOR: tl.constexpr,
+):
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    # The last block sees the most tokens: starting with it keeps the tail of the launch short.
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    kv_head = tl.program_id(1).to(tl.int64)
+    seq = num_decodes + tl.program_id(2).to(tl.int64)
+    chunk_start = tl.load(query_start + seq)
+    chunk_len = tl.load(query_start + seq + 1) - chunk_start
+    if first_query >= chunk_len:
+        return
+    prefix_len = tl.load(exact_lens + seq) - chunk_len
+    pages = page_table + seq * stride_table
+
+    row = tl.arange(0, BLOCK_M)[:, None]
+    query = first_query + row // GROUP
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    mask = (row < QUERIES * GROUP) & (query < chunk_len) & (dim < HEAD_DIM)
+    # q holds the chunks only, and every sequence before them has one query. Inside the block int32 is enough.
+    first_token = (chunk_start - num_decodes + first_query).to(tl.int64)
+    q_block = q + first_token * stride_q_token + kv_head * GROUP * stride_q_head
+    q_offsets = row // GROUP * stride_q_token + row % GROUP * stride_q_head + dim
+    num_heads = tl.num_programs(1) * GROUP
+
+    k_head = k_cache + kv_head * stride_k_head
+    v_head = v_cache + kv_head * stride_v_head
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if len(FORMATS) > 0:
+        units_k, units_v, rotated_q, signs = planes
+        rotated = rotated_q + (first_token * num_heads + kv_head * GROUP) * HEAD_DIM
+        rotated = tl.load(rotated + (row // GROUP * num_heads + row % GROUP) * HEAD_DIM + dim, mask=mask, other=0.0)
+        for f in tl.static_range(len(FORMATS)):
+            acc, row_max, row_sum = _attend_compressed(
+                rotated, units_k + kv_head * stride_units_k, units_v + kv_head * stride_units_v, tables[f], sizes[f],
+                seq, scale, acc, row_max, row_sum, HEAD_DIM, BLOCK_D, PAGE_SIZE, FORMATS[f],
+            )
+        channel = tl.arange(0, BLOCK_D)[:, None]
+        signs_mask = (channel < HEAD_DIM) & (dim < HEAD_DIM)
+        signs = tl.load(signs + channel * HEAD_DIM + dim, mask=signs_mask, other=0.0)
+        # Of size 1 while it is rotated, for float16. A sequence may have no compressed pages.
+        size = tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        acc = rotate(acc / size, signs, FACTOR) * size
+    q_tile = tl.load(q_block + q_offsets, mask=mask, other=0.0)
+    # Rows past the chunk see more than the last query would: never nothing, so that no row_max stays infinite.
+    visible = prefix_len + query + 1
+    num_tokens = prefix_len + tl.minimum(first_query + QUERIES, chunk_len)
+    full_pages = (prefix_len + first_query + 1) // PAGE_SIZE
+    for page in range(full_pages):
+        frame = tl.load(pages + page).to(tl.int64)
+        acc, row_max, row_sum = attend_page(
+            q_tile, k_head + frame * stride_k_frame, v_head + frame * stride_v_frame, page * PAGE_SIZE, visible,
+            num_tokens, None, None, scale, acc, row_max, row_sum, HEAD_DIM, BLOCK_D, PAGE_SIZE, False, False, False,
+        )
+    for page in range(full_pages, tl.cdiv(num_tokens, PAGE_SIZE)):
+        frame = tl.load(pages + page).to(tl.int64)
+        acc, row_max, row_sum = attend_page(
+            q_tile, k_head + frame * stride_k_frame, v_head + frame * stride_v_frame, page * PAGE_SIZE, visible,
+            num_tokens, None, None, scale, acc, row_max, row_sum, HEAD_DIM, BLOCK_D, PAGE_SIZE, True, False, False,
+        )
+    result = (acc * (1.0 / row_sum)[:, None]).to(out.dtype.element_ty)
+    out_block = out + (first_token * num_heads + kv_head * GROUP) * HEAD_DIM
+    tl.store(out_block + (row // GROUP * num_heads + row % GROUP) * HEAD_DIM + dim, result, mask=mask)
+
+
+def prefill_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
+    """Attention of the prefill chunks, the sequences [plan.num_decodes, B). Tensors as in `Ops`."""
+    group, page_size = check(q, cache, plan, scale)
+    _, num_heads, head_dim = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    num_chunks = plan.exact_lens.shape[0] - plan.num_decodes
+    if num_chunks == 0:
+        return out
+    block_m, num_warps, num_stages = _prefill_config(q.dtype, head_dim, group, plan.max_query_len)
+    blocks = triton.cdiv(plan.max_query_len, block_m // group)
+    planes = None
+    if plan.warm:
+        signs = signs_of(head_dim, q.dtype, q.device)
+        rotated = torch.matmul(q, signs, out=torch.empty_like(out)).mul_(factor_of(head_dim))
+        planes = (cache.units_k, cache.units_v, rotated, signs)
+    tables = tuple((warm.codes, warm.high, warm.records, warm.counts) for warm in plan.warm)
+    sizes = tuple((warm.codes.stride(0), warm.record_bytes) for warm in plan.warm)
+    _prefill_kernel[(blocks, num_heads // group, num_chunks)](
+        q, cache.k, cache.v, out, plan.page_table, plan.query_start, plan.exact_lens, scale * LOG2_E, plan.num_decodes,
+        *q.stride()[:2], *cache.k.stride()[:2], *cache.v.stride()[:2], plan.page_table.stride(0),
+        planes, tables, sizes, cache.units_k.stride(0), cache.units_v.stride(0),
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=block_m, PAGE_SIZE=page_size,
+        FORMATS=tuple(warm.bits for warm in plan.warm), FACTOR=factor_of(head_dim),
+        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
+    )
+    return out
+
+
+def _prefill_config(dtype: torch.dtype, head_dim: int, group: int, max_query_len: int) -> tuple[int, int, int]:
+    """(rows of a block, warps, stages)."""
+    if dtype == torch.float32:
+        return max(16, triton.next_power_of_2(group)), 8, 1
+    if max_query_len * group <= 64:  # fewer warps or more stages take fewer instructions, but spill on sm_86 and sm_89
+        return 64, 4 if head_dim <= 64 else 8, 2
+    return max(128, triton.next_power_of_2(group)), 8, 3

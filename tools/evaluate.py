@@ -1,0 +1,300 @@
+"""The compressed cache beside the full one: `python -m tools.evaluate quality|needle|rouge|knobs|importance`.
+
+Each subcommand loads the model once, runs it with a full cache and with compressed ones, and prints a table, or one
+JSON object with --json. It imports what is heavy itself, after parsing, so that --help is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.cli import run
+from engine.config import EngineConfig
+from models.errors import ConfigError
+from models.files import read_object
+from models.llama.config import LlamaConfig
+from models.resolve import resolve
+from tools import evaluate_texts
+from tools.bench import print_table, provenance
+
+if TYPE_CHECKING:
+    from engine import LLM
+
+# What the tables for people show; --json has all.
+_COLUMNS = (
+    "setting", "resident_ratio", "kl_nats", "kl_se", "noise_kl_nats", "dppl_percent", "dppl_se_percent",
+    "top1_agreement", "read_bytes_per_token", "moves",
+)  # fmt: skip
+_LONG = ("answers", "full_text", "tiered_text")  # what they leave out
+
+
+def quality(args: argparse.Namespace) -> dict[str, Any]:
+    """Loss of prediction at each budget, and at the preset if one is given."""
+    if args.plot:
+        _need("matplotlib", "plot")
+        if not Path(args.plot).absolute().parent.is_dir():
+            raise ConfigError(f"--plot {args.plot}: there is no such directory")
+    passed = {name: getattr(args, name) for name in ("importance", "recall", "cold_format")}
+    passed = {name: value for name, value in passed.items() if value is not None}
+    settings: list[dict[str, Any]] = [{"kv_budget": budget, **passed} for budget in args.kv_budget or []]
+    if args.preset:
+        settings.append({"preset": args.preset, **passed})
+    if not settings:
+        raise ConfigError("nothing to measure: give --kv-budget FRACTION[,FRACTION...] or --preset proposal")
+    _check(args, settings)
+    base, windows, about = _read(args)
+    from tools import evaluate_quality as measure
+
+    comparison = measure.compare(base, settings, windows, args.score_from)
+    rows = [{**measure.row(comparison, i, changes), "chunk": args.chunk} for i, changes in enumerate(settings)]
+    if args.plot:
+        measure.plot(rows, f"{args.model}, {rows[0]['scored_tokens']} tokens, chunks of {args.chunk}", args.plot)
+    return about | (rows[0] if len(rows) == 1 else {"rows": rows})
+
+
+def importance(args: argparse.Namespace) -> dict[str, Any]:
+    """The same budget with pages ranked by score, at random, and by age."""
+    settings = [{"kv_budget": args.kv_budget, "importance": by} for by in ("score", "random", "none")]
+    _check(args, settings)
+    base, windows, about = _read(args)
+    from tools import evaluate_quality as measure
+
+    comparison = measure.compare(base, settings, windows, args.score_from)
+    rows = [{**measure.row(comparison, i, changes), "chunk": args.chunk} for i, changes in enumerate(settings)]
+    differences = []
+    for worse, better in ((1, 0), (2, 0), (2, 1)):
+        pairs = zip(comparison.tallies[worse].kl, comparison.tallies[better].kl, strict=True)
+        paired = [a - b for a, b in pairs]
+        names = [settings[i]["importance"] for i in (worse, better)]
+        row = {"difference": " - ".join(names), "kl_nats": measure.mean(paired), "kl_se": measure.block_error(paired)}
+        differences.append(row)
+    return about | {"rows": rows, "differences": differences}
+
+
+def knobs(args: argparse.Namespace) -> dict[str, Any]:
+    """What each setting of the tiers does."""
+    from tools import evaluate_knobs
+
+    settings = [{"kv_budget": args.kv_budget}, *evaluate_knobs.settings(args.kv_budget)]
+    _check(args, settings)
+    base, windows, about = _read(args)
+    return about | {"rows": evaluate_knobs.rows(base, windows, args.score_from, settings)}
+
+
+def needle(args: argparse.Namespace) -> dict[str, Any]:
+    """Facts far back in the context, asked for at its end."""
+    settings = [{"kv_budget": budget} for budget in args.kv_budget]
+    _check(args, settings)
+    longest = max(args.context)
+    base = _load(args, evaluate_texts.check_context(longest, _model_context(args.model)))
+    from tools import evaluate_needle
+
+    filler = evaluate_texts.read_text(args.text)
+    rows = evaluate_needle.rows(base, settings, filler, args.context, args.depth, args.kind, args.seed)
+    return {"model": args.model, "chunk": args.chunk, "rows": rows}
+
+
+def rouge(args: argparse.Namespace) -> dict[str, Any]:
+    """Summaries of long documents."""
+    _need("rouge_score", "eval")
+    settings = {"kv_budget": args.kv_budget} if not args.preset else {"preset": args.preset}
+    _check(args, [settings])
+    from tools import evaluate_rouge
+
+    documents = evaluate_rouge.read_documents(args.data, args.documents)
+    base = _load(args, evaluate_texts.check_context(args.context, _model_context(args.model)))
+    return {"model": args.model} | evaluate_rouge.report(base, settings, documents, args.context, args.max_tokens)
+
+
+def _check(args: argparse.Namespace, settings: Sequence[dict[str, Any]]) -> None:
+    """Raises ConfigError for what the engine does not accept, before anything heavy is loaded."""
+    for changes in settings:
+        EngineConfig(model=args.model, dtype=args.dtype, max_num_batched_tokens=args.chunk, seed=args.seed, **changes)
+    resolve(args.model)
+
+
+def _need(module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{module} is not installed: pip install 'isotherm[{extra}]'")
+
+
+def _model_context(model: str) -> int:
+    return LlamaConfig.from_dict(read_object(resolve(model) / "config.json")).context_length
+
+
+def _load(args: argparse.Namespace, max_model_len: int) -> LLM:
+    from engine import LLM
+
+    return LLM(
+        args.model,
+        dtype=args.dtype,
+        threads=args.threads,
+        seed=args.seed,
+        max_num_batched_tokens=args.chunk,
+        max_model_len=max_model_len,
+        progress=True,
+    )
+
+
+def _read(args: argparse.Namespace) -> tuple[LLM, list[list[int]], dict[str, Any]]:
+    """The model with its full cache, the windows of the texts, and what is reported of both."""
+    longest = evaluate_texts.check_context(args.context, _model_context(args.model))
+    for name in args.text:
+        evaluate_texts.read_text(name)  # an error of these need not wait for the model
+    base = _load(args, longest)
+    assert base.tokenizer is not None
+    windows = evaluate_texts.windows(args.text, base.tokenizer, args.context, longest, args.score_from, args.tokens)
+    scored = evaluate_texts.scored(windows, args.score_from)
+    if scored < args.tokens:
+        print(f"the texts have {scored} tokens to score, {args.tokens} were asked for", file=sys.stderr)
+    about = {
+        "model": args.model,
+        "dtype": str(base._model.dtype).removeprefix("torch."),
+        "text": list(args.text),
+        "context": args.context,
+        "score_from": args.score_from,
+        "windows": len(windows),
+    }
+    return base, windows, about
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"need fractions above 0, up to 1, got {text}")
+    return value
+
+
+def _fractions(text: str) -> list[float]:
+    return [_fraction(part) for part in text.split(",")]
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"need a number >= 1, got {value}")
+    return value
+
+
+def _integers(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--model", default="smollm2-135m", help="name or directory (default: %(default)s)")
+    common.add_argument("--dtype", default="auto", help="of weights and the exact cache (default: %(default)s)")
+    common.add_argument("--chunk", type=_positive, default=256, metavar="N", help="tokens a step (default: 256)")
+    common.add_argument("--threads", type=_positive, default=1, metavar="N", help="threads for torch (default: 1)")
+    common.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random input (default: 0)")
+    common.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.evaluate", description="Measure what compressing the cache costs.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="NAME")
+
+    def add(function: Any, help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(function.__name__, parents=[common], help=help, allow_abbrev=False)
+        command.set_defaults(run=function)
+        return command
+
+    def add_text(command: argparse.ArgumentParser, tokens: int) -> None:
+        command.add_argument(
+            "--text", nargs="+", required=True, metavar="FILE",
+            help=f"UTF-8 files; `stdlib`: the sources of {', '.join(evaluate_texts.STDLIB)} of this Python",
+        )  # fmt: skip
+        command.add_argument("--context", type=_positive, default=4096, metavar="N", help="of a window (default: 4096)")
+        command.add_argument(
+            "--score-from", type=int, default=1024, metavar="N", help="first scored position (default: 1024)"
+        )
+        command.add_argument(
+            "--tokens", type=_positive, default=tokens, metavar="N",
+            help="scored positions at least, in whole windows (default: %(default)s)",
+        )  # fmt: skip
+
+    def add_budget(command: argparse.ArgumentParser, many: bool, default: str | None) -> None:
+        command.add_argument(
+            "--kv-budget", type=_fractions if many else _fraction, default=default,
+            metavar="FRACTION[,...]" if many else "FRACTION", help="of the exact bytes (default: %(default)s)",
+        )  # fmt: skip
+
+    command = add(quality, "perplexity, KL and agreement of budgets, beside the full cache on the same tokens")
+    add_text(command, 20_000)
+    add_budget(command, True, None)
+    command.add_argument("--preset", metavar="NAME", help="proposal: a row for the original proposal's tiers")
+    command.add_argument("--importance", metavar="NAME", help="score, random or none (default: score)")
+    command.add_argument("--recall", type=float, metavar="FRACTION", help="passed on to the engine")
+    command.add_argument("--cold-format", metavar="NAME", help="passed on to the engine")
+    command.add_argument("--plot", metavar="FILE.png", help="draw KL over resident bytes (needs matplotlib)")
+
+    command = add(needle, "facts in a long context, asked for at its end")
+    add_budget(command, True, "0.31")
+    command.add_argument("--text", default="../shared/data/wikitext2/wiki.test.raw", metavar="FILE", help="around them")
+    command.add_argument("--context", type=_integers, default="1024,2048,4096", metavar="N,N", help="(%(default)s)")
+    command.add_argument("--depth", type=_fractions, default="0.1,0.3,0.5,0.7,0.9", metavar="F,F", help="(%(default)s)")
+    command.add_argument("--kind", choices=("sentence", "lines", "both"), default="both", help="(default: both)")
+
+    command = add(rouge, "summaries of long documents: ROUGE-L of the tiered output (needs rouge-score)")
+    add_budget(command, False, "0.31")
+    command.add_argument("--preset", metavar="NAME", help="proposal, instead of a budget")
+    command.add_argument(
+        "--data", default="../shared/data/summ-qmsum", metavar="PATH",
+        help="JSON lines of {transcript, queries: [{query, answer}]}, or a directory of them (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--documents", type=_positive, default=7, metavar="N", help="(default: %(default)s)")
+    command.add_argument("--max-tokens", type=_positive, default=128, metavar="N", help="of a summary (default: 128)")
+    command.add_argument("--context", type=_positive, default=4096, metavar="N", help="with the summary (4096)")
+
+    for function, tokens, help in (
+        (knobs, 6_000, "what each setting of the tiers does to moves, bytes and KL"),
+        (importance, 20_000, "ranking pages by score, at random and by age, at the same budget"),
+    ):
+        command = add(function, help)
+        add_text(command, tokens)
+        add_budget(command, False, "0.31")
+    return parser
+
+
+def _shown(value: Any) -> str:
+    """A value in a table for people."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return " / ".join(map(_shown, value.values()))
+    return "-" if value is None else str(value)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    # Read by OpenMP and MKL when torch is imported, so it has to be said before a subcommand does that.
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(args.threads)
+    try:
+        result = args.run(args)
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    words = list(sys.argv[1:] if argv is None else argv)
+    result = {**provenance(), "command": " ".join(["python -m tools.evaluate", *words]), **result}
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    for key, value in result.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            known = [name for name in _COLUMNS if name in value[0]] if key == "rows" and "setting" in value[0] else []
+            names = known or [name for name in value[0] if name not in _LONG]
+            print_table([{name: _shown(row[name]) for name in names} for row in value])
+        else:
+            print(f"{key}: {_shown(value)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
