@@ -130,7 +130,8 @@ class Scheduler:
         counts = [1] * len(ones) + [count for _, count in longer]
         lengths = [request.sequence.length + count for request, count in zip(requests, counts, strict=True)]
         missing = sum(self.cache.missing_pages(r.sequence, n) for r, n in zip(requests, lengths, strict=True))
-        self.cache.make_room(missing, [request.sequence for request in self.running])
+        growing = [r.sequence for r, n in zip(requests, lengths, strict=True) if self.cache.outgrows(r.sequence, n)]
+        self.cache.make_room(missing, [request.sequence for request in self.running], growing)
         for request, length in zip(requests, lengths, strict=True):
             self.cache.reserve(request.sequence, length, room=request.most_tokens - length)
         return Schedule(requests, counts, len(ones))

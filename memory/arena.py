@@ -92,21 +92,21 @@ class Arena:
         if self.config.poison:
             self.bytes[:, :, :, upper : 2 * upper - start] = 0xFF
 
-    def compact(self, blocks: np.ndarray, halves: set[int]) -> np.ndarray:
+    def compact(self, blocks: np.ndarray, frames: dict[int, bool]) -> np.ndarray:
         """Move all blocks in use together, the largest first, so that everything free is in blocks as long as can be.
 
-        blocks: starts of all in use but those of records; halves: of these, those that stay lower halves. Returns
-        where each unit went, [units] int32.
+        blocks: starts of all in use but those of records; frames: of these, those of exact pages, which have whole
+        frames afterwards or, where it is True, lower halves. Returns where each unit went, [units] int32.
         """
         order = self.config.record_order
         taken = sorted([int(start) for start in blocks] + [block << order for block in self._records_used])
         sizes = {start: self.allocator.block_order(start) for start in taken}
         fresh = BuddyAllocator(self.allocator.num_units)
         places = np.arange(self.allocator.num_units, dtype=np.int32)
-        whole = {start: size + (start in halves) for start, size in sizes.items()}
+        whole = sizes | dict.fromkeys(frames, self.config.exact_order)
         for start in sorted(taken, key=lambda start: -whole[start]):  # neighbours of one size stay in their order
             new = fresh.alloc(whole[start])
-            if start in halves:
+            if frames.get(start):
                 fresh.halve(new)
             places[start : start + (1 << sizes[start])] = np.arange(new, new + (1 << sizes[start]))
         used = np.concatenate([np.arange(start, start + (1 << size)) for start, size in sizes.items()])

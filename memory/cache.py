@@ -126,22 +126,21 @@ class KVCache:
         return int(bool(sequence.pages) and self._frames.is_half(sequence.pages[-1]))
 
     def missing_pages(self, sequence: CachedSequence, length: int) -> int:
-        """Exact pages that must be free before the sequence can have `length` tokens."""
-        missing = max(self.config.pages_for(length) - len(sequence.pages), 0)
-        return missing + (self._halves(sequence) if self._outgrows(sequence, length) else 0)
+        """Exact pages that the sequence lacks for `length` tokens."""
+        return max(self.config.pages_for(length) - len(sequence.pages), 0)
 
-    def _outgrows(self, sequence: CachedSequence, length: int) -> bool:
-        """Whether `length` tokens are more than half of the sequence's last page holds."""
-        return 2 * length > (2 * len(sequence.pages) - 1) * self.config.page_size
+    def outgrows(self, sequence: CachedSequence, length: int) -> bool:
+        """Whether the sequence's last page is halved, and `length` tokens need all of it."""
+        return 2 * length > (2 * len(sequence.pages) - 1) * self.config.page_size and self._halves(sequence) > 0
 
     def reserve(self, sequence: CachedSequence, length: int, room: int = 0) -> None:
         """Give the sequence the pages for `length` tokens. room: further tokens expected, to be placed beside them.
 
         Raises OutOfPages, and changes nothing, if the pool is short.
         """
-        if self._halves(sequence) and self._outgrows(sequence, length):
+        if self.outgrows(sequence, length):
             self._frames.complete(sequence.pages[-1])
-        missing = self.config.pages_for(length) - len(sequence.pages)
+        missing = self.missing_pages(sequence, length)
         if missing > 0:
             further = self.config.pages_for(length + room) - self.config.pages_for(length)
             last = sequence.pages[-1] if sequence.pages else None
@@ -205,8 +204,12 @@ class KVCache:
         least = sum(self.config.least_units(sequence.length) for sequence in sequences)
         return max(self.config.num_units - least, 0) >> self.config.exact_order
 
-    def make_room(self, num_pages: int, sequences: Sequence[CachedSequence]) -> None:
-        """Have room for so many exact pages, at the cost of what the sequences hold. Raises OutOfPages."""
+    def make_room(
+        self, num_pages: int, sequences: Sequence[CachedSequence], growing: Sequence[CachedSequence] = ()
+    ) -> None:
+        """Have room for so many exact pages, at the cost of what the sequences hold, once the halved last pages of the
+        growing ones are whole. Raises OutOfPages."""
+        # The other half of a growing page is bound to it, and so is not among the free units.
         wanted = num_pages << self.config.exact_order
         while (short := wanted - self._frames.free_units) > 0 and self.config.tiers:
             capacity = (self.config.num_units - wanted) * self.config.unit_bytes
@@ -214,7 +217,7 @@ class KVCache:
                 break
         if short > 0:
             raise OutOfPages(f"{num_pages} pages wanted, {self.num_free_pages} of {self.config.num_pages} free")
-        self._frames.compact(num_pages)
+        self._frames.join(num_pages, [sequence.pages[-1] for sequence in growing])
 
     def _shrink(
         self,

@@ -66,12 +66,15 @@ class Frames:
         self._high = np.zeros(count if config.tiers else 0, dtype=np.int32)
         self._record = np.zeros(count if config.tiers else 0, dtype=np.int32)
         self._free_pages = list(range(count - 1, -1, -1))
+        self._halves: set[int] = set()
 
     @property
     def free_units(self) -> int:
-        """Units of the pool that are free, wherever the used ones lie."""
+        """Units of the pool that frames can still be made of, wherever the used ones lie: the second half of a halved
+        frame cannot be joined to others."""
         elsewhere = self._warm.allocator.used_units if self._warm is not self._exact else 0
-        return max(self._exact.allocator.free_units - elsewhere, 0)
+        bound = len(self._halves) << self.config.exact_order - 1
+        return max(self._exact.allocator.free_units - elsewhere - bound, 0)
 
     @property
     def resident_bytes(self) -> int:
@@ -129,33 +132,46 @@ class Frames:
 
     def is_half(self, page: int) -> bool:
         """Whether the page is exact and has the frame of its first page_size / 2 tokens only."""
-        order = self._exact.allocator.block_order(int(self._start[page])) if self.is_exact(page) else None
-        return order == self.config.exact_order - 1
+        return page in self._halves
 
     def halve(self, page: int) -> None:
         """Give back the second half of an exact page's frame, in which nothing is."""
-        if not self.is_half(page):
+        if page not in self._halves:
             self._exact.halve(int(self._start[page]))
+            self._halves.add(page)
 
     def complete(self, page: int) -> None:
         """Give a halved page a whole frame, where it is if that is free, else elsewhere. Raises OutOfPages."""
         start, order = int(self._start[page]), self.config.exact_order
-        if self._exact.allocator.double(start):
-            return
-        try:
-            new = self._exact.allocator.alloc(order)
-        except OutOfUnits as error:
-            raise OutOfPages(str(error)) from None
-        half = 1 << order - 1
-        self._exact.bytes[:, :, :, new : new + half] = self._exact.bytes[:, :, :, start : start + half]
-        self._exact.free(start)
-        self._start[page] = new
+        if not self._exact.allocator.double(start):
+            try:
+                new = self._exact.allocator.alloc(order)
+            except OutOfUnits as error:
+                raise OutOfPages(str(error)) from None
+            half = 1 << order - 1
+            self._exact.bytes[:, :, :, new : new + half] = self._exact.bytes[:, :, :, start : start + half]
+            self._exact.free(start)
+            self._start[page] = new
+        self._halves.discard(page)
+
+    def join(self, num_pages: int, growing: list[int]) -> None:
+        """Make the halved pages `growing` whole, and have num_pages exact pages free in one piece each: bring the free
+        units together if they lie otherwise. There must be as many."""
+        allocator = self._exact.allocator
+        growing = [page for page in growing if not allocator.double(int(self._start[page]))]
+        self._halves = {
+            page for page in self._halves if allocator.block_order(int(self._start[page])) < self.config.exact_order
+        }
+        if growing or allocator.num_free(self.config.exact_order) < num_pages:
+            self._halves.difference_update(growing)
+            self._compact()
 
     def free(self, page: int) -> None:
         """Give back everything the page has."""
         self._free_codes(page)
         if not self.is_exact(page):
             self._warm.free_record(int(self._record[page]))
+        self._halves.discard(page)
         self._free_pages.append(page)
 
     def _free_codes(self, page: int) -> None:
@@ -213,16 +229,15 @@ class Frames:
         tables = ((1, self._start), (0, self._high)) if bits == 3 else ((_order(bits), self._start),)
         return [(self._warm.runs(order), self._tensor(table[pages] >> order)) for order, table in tables]
 
-    def compact(self, num_pages: int) -> None:
-        """Have num_pages exact pages free in one piece each, if the free units are as many: bring them together."""
-        if self._exact.allocator.num_free(self.config.exact_order) >= num_pages:
-            return
+    def _compact(self) -> None:
+        """Bring the free units together; exact pages that are not halved get whole frames."""
         used = np.setdiff1d(np.arange(len(self.bits)), self._free_pages)
         bits = self.bits[used]
         mine = used if self._warm is self._exact else used[bits == self.config.exact_bits]
         three, warm = mine[self.bits[mine] == 3], mine[self.bits[mine] < self.config.exact_bits]
-        halves = {int(self._start[page]) for page in mine if self.is_half(page)}
-        places = self._exact.compact(np.concatenate([self._start[mine], self._high[three]]), halves)
+        exact = mine[self.bits[mine] == self.config.exact_bits].tolist()
+        frames = {int(self._start[page]): page in self._halves for page in exact}
+        places = self._exact.compact(np.concatenate([self._start[mine], self._high[three]]), frames)
         self._start[mine] = places[self._start[mine]]
         self._high[three] = places[self._high[three]]
         self._record[warm] = self._exact.moved_records(self._record[warm], places)

@@ -122,7 +122,8 @@ def test_json_has_exactly_the_keys_that_are_promised(models, expected):
     }  # fmt: skip
     assert set(report["timings"]) == {"load_s", "ttft_s", "prefill_tok_s", "decode_tok_s"}
     assert set(report["memory"]) == {
-        "weights_bytes", "kv_resident_bytes", "kv_full_bytes", "kv_cold_bytes", "peak_rss_bytes",
+        "weights_bytes", "kv_resident_bytes", "kv_full_bytes", "kv_cold_bytes", "kv_shared_bytes", "kv_total_bytes",
+        "kv_peak_bytes", "peak_rss_bytes",
     }  # fmt: skip
     assert report["text"] == expected.text and report["token_ids"] == expected.token_ids
     assert report["prompt_tokens"] == len(expected.prompt_token_ids)

@@ -186,10 +186,6 @@ def check_error(x, bits, is_key):
             bound = np.maximum(np.abs(true) / 16, 1.07 * 2.0**MEAN_EXPONENT) + tiny
             assert (np.abs(means - true) <= bound)[np.abs(true) < 240].all()
         found = codes_of(codes[page], bits, page_size, dim)
-        if bits == 8 and not is_key:  # test_values_of_one_sign_at_8_bits
-            low, high = wanted.min(1), wanted.max(1)
-            spoilt = np.abs(low + high) / 240 > (high - low) / 255 * 0.99
-            wanted, got, found, scales = (x[~spoilt] for x in (wanted, got, found, scales))
         inside = (found > 0) & (found < steps)
         half = (scales / 2)[:, None] + tiny
         assert (np.abs(got - wanted) <= half)[inside].all(), "an element that was not clipped is over half a step off"
@@ -286,8 +282,6 @@ def test_any_page(data):
 @keys_
 @bits_
 def test_zeros_come_back_as_almost_zero(bits, is_key):
-    if bits == 8 and not is_key:
-        pytest.skip("test_values_of_one_sign_at_8_bits")
     out = round_trip(torch.zeros(1, 16, 64), bits, is_key)
     least = 2.0 ** min_exponent(bits)  # the smallest step there is: K has no code for 0
     assert out.abs().max() <= (least / 2 * 8 if is_key else 0)  # 64 halves of a step, over the root of 64

@@ -170,7 +170,7 @@ def test_the_budget_holds_at_every_step(directory, budget, importance):
     (output,) = run(llm, check).values()
     report = output.cache_report
     assert len(output.token_ids) == 100 and all(0 <= i < llm.vocab_size for i in output.token_ids)
-    assert (report["moves"] >= 10) == (budget < 0.7)
+    assert report["moves"] >= (10 if budget < 0.7 else 1)
     assert_empty(llm)
 
 
