@@ -76,11 +76,15 @@ def _compress_kernel(
     for i in tl.static_range(len(CLIPS)):
         half = (high - low) * (CLIPS[i] / 2)
         wanted = tl.maximum(half * (2 / STEPS), tl.div_rn(tl.abs(high + low), 240.0))
-        some_code = ((wanted.to(tl.int32, bitcast=True) + 0x3FFFF) >> 19) - (lowest(BITS) + 127) * 16
+        rounding = 0x7FFFF if BITS == 8 else 0x3FFFF
+        some_code = ((wanted.to(tl.int32, bitcast=True) + rounding) >> 19) - (lowest(BITS) + 127) * 16
         some_code = tl.minimum(tl.maximum(some_code, 0), 255)
         scale = scale_of(some_code, lowest(BITS))
         inverse = tl.div_rn(1.0, scale)
-        some_offset = low * 0 - STEPS * 0.5 if IS_KEY else _round((high + low) * 0.5 * inverse - STEPS * 0.5)
+        some_offset = low * 0 - STEPS * 0.5
+        if not IS_KEY:
+            some_offset = _round((high + low) * 0.5 * inverse - STEPS * 0.5)
+            some_offset = tl.minimum(tl.maximum(some_offset, -128 - (1 << BITS - 1)), 127 - (1 << BITS - 1))
         trial = tl.minimum(tl.maximum(_round(rotated * inverse - some_offset), 0.0), STEPS)
         error = (trial + some_offset) * scale - rotated
         error = tl.sum(tl.where(used, error * error, 0.0), 1)[:, None]

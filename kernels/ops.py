@@ -175,7 +175,8 @@ class Ops(Protocol):
         """Pages x [N, page_size, D] as codes [N, bits * page_size * D / 8] uint8 (for 3 bits the low plane, then the
         high one) and records [N, record length] uint8, laid out as the module says.
 
-        A token's scale is that of its range times the one of CLIPS (from 4 bits on, of 1) with the least squared error.
+        A token's scale is that of its range times the one of CLIPS (from 4 bits on, of 1) with the least squared error,
+        rounded to the nearest there is, at 8 bits up.
         Infinities are taken as 2^14 in size, NaN as 0: a bad element costs its own page its precision, nothing else.
         """
         ...

@@ -202,10 +202,16 @@ def compress(x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
     for clip in CLIPS if bits < 4 else CLIPS[:1]:
         half = (high - low) * (clip / 2)
         wanted = torch.maximum(half * (2 / steps), (high + low).abs() / 240)  # so that zeros stay within an int8
-        scale_codes = (wanted.view(torch.int32) + 0x3FFFF >> 19) - (min_exponent(bits) + 127) * 16
+        # To the nearest scale; at 8 bits to the next one up, where cutting the ends costs more than a wider step.
+        scale_codes = (wanted.view(torch.int32) + (0x7FFFF if bits == 8 else 0x3FFFF) >> 19) - (
+            min_exponent(bits) + 127
+        ) * 16
         scale_codes = scale_codes.clamp_(0, 255).to(torch.uint8)
         inverse = 1 / _scales(scale_codes, bits)
-        offset = torch.full_like(low, -steps / 2) if is_key else ((high + low) / 2 * inverse - steps / 2).round_()
+        offset = torch.full_like(low, -steps / 2)
+        if not is_key:
+            least = -128 - (1 << bits - 1)  # zeros are int8
+            offset = ((high + low) / 2 * inverse - steps / 2).round_().clamp_(least, least + 255)
         trial = (rotated * inverse[..., None] - offset[..., None]).round_().clamp_(0, steps)
         error = ((trial + offset[..., None]) / inverse[..., None] - rotated).square_().sum(2)
         better = error < best

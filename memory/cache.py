@@ -69,7 +69,7 @@ class KVCache:
     @property
     def num_free_pages(self) -> int:
         """Exact pages that can still be allocated."""
-        return self._frames.free_units >> self.config.exact_order
+        return max(self._frames.free_units(), 0) >> self.config.exact_order
 
     @property
     def resident_bytes(self) -> int:
@@ -209,9 +209,8 @@ class KVCache:
     ) -> None:
         """Have room for so many exact pages, at the cost of what the sequences hold, once the halved last pages of the
         growing ones are whole. Raises OutOfPages."""
-        # The other half of a growing page is bound to it, and so is not among the free units.
         wanted = num_pages << self.config.exact_order
-        while (short := wanted - self._frames.free_units) > 0 and self.config.tiers:
+        while (short := wanted - self._frames.free_units(len(growing))) > 0 and self.config.tiers:
             capacity = (self.config.num_units - wanted) * self.config.unit_bytes
             if not self._shrink(sequences, short * self.config.unit_bytes, capacity):
                 break

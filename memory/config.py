@@ -133,7 +133,7 @@ class CacheConfig:
         units = self.pages_for(num_tokens) << self.exact_order
         if self.tiers is None or self.tiers.budget is None:
             return units
-        return int(self.tiers.budget * units) + (1 << self.exact_order)
+        return max(int(self.tiers.budget * units) + (1 << self.exact_order), self.least_units(num_tokens))
 
     @property
     def most_tokens(self) -> int:

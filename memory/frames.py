@@ -68,13 +68,16 @@ class Frames:
         self._free_pages = list(range(count - 1, -1, -1))
         self._halves: set[int] = set()
 
-    @property
-    def free_units(self) -> int:
-        """Units of the pool that frames can still be made of, wherever the used ones lie: the second half of a halved
-        frame cannot be joined to others."""
+    def free_units(self, growing: int = 0) -> int:
+        """Units of the pool that whole frames can be made of, wherever they lie now, once `growing` halved pages are
+        whole: the second half of a page that stays halved takes in smaller blocks, but no frame. Below 0 where not even
+        the growing ones can."""
+        allocator, half = self._exact.allocator, 1 << self.config.exact_order - 1
+        exact = int(np.count_nonzero(self.bits == self.config.exact_bits))
+        small = allocator.used_units - 2 * half * exact + half * len(self._halves)
         elsewhere = self._warm.allocator.used_units if self._warm is not self._exact else 0
-        bound = len(self._halves) << self.config.exact_order - 1
-        return max(self._exact.allocator.free_units - elsewhere - bound, 0)
+        idle = max(half * (len(self._halves) - growing) - small, 0)
+        return allocator.free_units - elsewhere - half * growing - idle
 
     @property
     def resident_bytes(self) -> int:
@@ -172,6 +175,7 @@ class Frames:
         if not self.is_exact(page):
             self._warm.free_record(int(self._record[page]))
         self._halves.discard(page)
+        self.bits[page] = 0
         self._free_pages.append(page)
 
     def _free_codes(self, page: int) -> None:

@@ -211,9 +211,7 @@ def error_of_clip(wanted, clip, bits, is_key):
     for near in (1 - 1e-5, 1 + 1e-5):  # where float32 may choose either, the worse of both
         scale = nearest_scale(step * near, bits)[:, None]
         middle = (high + low)[:, None] / 2 / scale
-        # The first code stands for the low end of the range, or the middle code for its middle.
-        firsts = [middle - half[:, None] / scale, middle - steps / 2]
-        for offset in [-steps / 2] if is_key else [np.round(first * near) for first in firsts]:
+        for offset in [-steps / 2] if is_key else [np.round((middle - steps / 2) * near)]:
             codes = np.clip(np.round(wanted / scale - offset), 0, steps)
             errors.append((((codes + offset) * scale - wanted) ** 2).sum(1))
     return np.max(errors, axis=0)
@@ -223,7 +221,10 @@ EVERY_SCALE = {bits: np.array([scale_of(code, bits) for code in range(256)]) for
 
 
 def nearest_scale(values, bits):
+    """At 8 bits the next one up."""
     every = EVERY_SCALE[bits]
+    if bits == 8:
+        return every[np.minimum(np.searchsorted(every, values), 255)]
     return every[np.abs(every[:, None] - values).argmin(0)]
 
 

@@ -261,7 +261,7 @@ def test_one_at_a_time_keeps_the_order(workload):
 
 tiers = (
     st.just(TierConfig())
-    | st.just(TierConfig(budget=1.0))  # others: test_pages_that_are_halved_leave_room
+    | st.sampled_from([0.2, 0.3, 0.5, 1.0]).map(lambda budget: TierConfig(budget=budget))
     | st.integers(0, 200).map(lambda tokens: TierConfig(hot_layer_size=tokens))
     | st.just(TierConfig(shared=True))
 )

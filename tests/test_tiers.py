@@ -180,7 +180,7 @@ class TierMachine(RuleBasedStateMachine):
         self.held.append(Tokens(self.cache.config))
         return self.held[-1]
 
-    def room(self, pages):
+    def room(self, pages, growing=()):
         """Whether room could be made; it can if pages at their smallest leave so many units."""
         config = self.cache.config
         least = sum(config.least_units(s.length) for s in self.all)
@@ -192,20 +192,21 @@ class TierMachine(RuleBasedStateMachine):
         if config.records_per_block > 1:
             least += warm << config.record_order
         try:
-            self.cache.make_room(pages, self.all)
+            self.cache.make_room(pages, self.all, growing)
         except OutOfPages:
-            halves = sum(self.cache._frames.is_half(page) for s in self.all for page in s.pages)
-            assert halves or least + (pages << config.exact_order) > config.num_units
+            assert least + (pages << config.exact_order) > config.num_units
             return False
         assert self.cache.num_free_pages >= pages
-        # Halved pages: tests/test_scheduler.py, test_pages_that_are_halved_leave_room.
-        return self.cache._frames._exact.allocator.num_free(config.exact_order) >= pages
+        assert not any(self.cache._frames.is_half(sequence.pages[-1]) for sequence in growing)
+        assert self.cache._frames._exact.allocator.num_free(config.exact_order) >= pages
+        return True
 
     @rule(held=sequences, count=st.integers(1, 70), settle=st.booleans())
     def append(self, held, count, settle):
         sequence = held.sequence
         length = sequence.length + count
-        if not self.room(self.cache.missing_pages(sequence, length)):
+        growing = [sequence] if self.cache.outgrows(sequence, length) else []
+        if not self.room(self.cache.missing_pages(sequence, length), growing):
             return
         self.cache.reserve(sequence, length, room=int(self.random.integers(0, 100)))
         plan = write(self.cache, [held], [count])
@@ -219,7 +220,8 @@ class TierMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.held) > 1)
     @rule()
     def step_of_all(self):
-        if not self.room(sum(self.cache.missing_pages(s, s.length + 1) for s in self.all)):
+        growing = [s for s in self.all if self.cache.outgrows(s, s.length + 1)]
+        if not self.room(sum(self.cache.missing_pages(s, s.length + 1) for s in self.all), growing):
             return
         for sequence in self.all:
             self.cache.reserve(sequence, sequence.length + 1)
@@ -253,12 +255,11 @@ class TierMachine(RuleBasedStateMachine):
     @rule(pages=st.integers(0, 6))
     def compact(self, pages):
         """As `make_room` calls it: the units are free."""
-        free = self.cache._frames.free_units
+        free = self.cache._frames.free_units()
         pages = min(pages, self.cache.num_free_pages)
-        self.cache._frames.compact(pages)
-        assert self.cache._frames.free_units == free
-        halves = sum(self.cache._frames.is_half(page) for sequence in self.all for page in sequence.pages)
-        assert halves or self.cache._frames._exact.allocator.num_free(self.cache.config.exact_order) >= pages
+        self.cache._frames.join(pages, [])
+        assert self.cache._frames.free_units() == free
+        assert self.cache._frames._exact.allocator.num_free(self.cache.config.exact_order) >= pages
 
     @rule(held=sequences, count=st.integers(1, 40))
     def reserve(self, held, count):
