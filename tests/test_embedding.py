@@ -24,9 +24,11 @@ needs_peer = pytest.mark.skipif(
 
 def test_the_example_runs(tmp_path, capsys):
     make_checkpoint(tmp_path, max_position_embeddings=1024)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     variables = {"MODEL": str(tmp_path)}
-    exec(compile(code, "docs/embedding.md", "exec"), variables)  # our own page
+    examples = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(examples) == 2
+    for code in examples:
+        exec(compile(code, "docs/embedding.md", "exec"), variables)  # our own page
     printed = capsys.readouterr().out
     assert set(variables["answers"]) == {"ada", "ben", "eve"}
     assert printed.count("refused: ") == 2 and "does not fit: " in printed
