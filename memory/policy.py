@@ -12,8 +12,8 @@ go first and the newest tokens last. No page moves while all fit.
 Moves that are not needed (`evict_threshold`, `warm_threshold`) are made only in a step that needed one, and boundedly:
 they make room ahead, so that the next steps need none.
 
-Rejected: keeping the newest pages exact and the others at 4 bits. A page kept exact costs as much beyond 4 bits as three
-kept at 8, and a whole cache at 8 bits has a KL of 0.5e-3 where rounding alone has 0.4e-3 (README).
+Rejected: keeping the newest pages exact and the others at 4 bits. A page kept exact costs as much beyond 4 bits as
+three kept at 8, and a whole cache at 8 bits has a KL of 0.5e-3 where rounding alone has 0.4e-3 (README).
 """
 
 from __future__ import annotations
