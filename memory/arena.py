@@ -82,7 +82,7 @@ class Arena:
     def free(self, start: int) -> None:
         """Give a block back. Raises AllocatorError."""
         if self.config.poison and 0 <= start < self.allocator.num_units:
-            size = 1 << max(self.allocator.block_order(start) or 0, 0)
+            size = 1 << self.allocator.block_order(start)
             self.bytes[:, :, :, start : start + size] = 0xFF  # NaN in every float type
         self.allocator.free(start)
 
@@ -141,7 +141,6 @@ class Arena:
             counts[record // per_block] = counts.get(record // per_block, 0) + 1
         assert counts == self._records_used, "blocks of records and the records in them disagree"
         assert len(counts) * per_block == len(records) + len(self._free_records), "a record is lost"
-        orders = [self.allocator.block_order(start) for start in blocks]
-        assert None not in orders, "a page has a block that is free"
-        used = sum(1 << order for order in orders if order is not None) + (len(counts) << self.config.record_order)
+        sizes = (1 << self.allocator.block_order(start) for start in blocks)
+        used = sum(sizes) + (len(counts) << self.config.record_order)
         assert used == self.allocator.used_units, "the allocator holds blocks that no page has"

@@ -136,7 +136,7 @@ class KVCache:
     def reserve(self, sequence: CachedSequence, length: int, room: int = 0) -> None:
         """Give the sequence the pages for `length` tokens. room: further tokens expected, to be placed beside them.
 
-        Raises OutOfPages, and changes nothing, if the pool is short.
+        Raises OutOfPages if the pool is short, and changes nothing but that a halved last page may be whole by then.
         """
         if self.outgrows(sequence, length):
             self._frames.complete(sequence.pages[-1])
