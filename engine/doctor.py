@@ -34,10 +34,13 @@ from models.llama.config import LlamaConfig
 from models.resolve import cache_directory, places, resolve
 
 # The core's packages and the oldest versions that work, as pyproject.toml has them.
-CORE = {"torch": "2.6", "safetensors": "0.4.3", "sentencepiece": "0.2", "numpy": "1.24", "tqdm": "4.60",
-        "jinja2": "3.1.5"}  # fmt: skip
+CORE = {"torch": "2.6", "safetensors": "0.4.3", "sentencepiece": "0.2", "numpy": "1.24", "tqdm": "4.60"}
 # What an extra package is for, and the extra that has it.
-EXTRAS = {"tokenizers": ("models with a tokenizer.json", "hf"), "shtab": ("isotherm completion", "completion")}
+EXTRAS = {
+    "tokenizers": ("models with a tokenizer.json", "hf"),
+    "jinja2": ("chat templates that come with a model", "chat"),
+    "shtab": ("isotherm completion", "completion"),
+}
 _OURS = ("engine", "models", "memory", "kernels")
 
 
