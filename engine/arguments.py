@@ -46,11 +46,9 @@ class Parser(argparse.ArgumentParser):
         spelled = flag.replace("_", "-")
         if flag in known:
             return None
-        if spelled in known:
-            return f"unrecognized argument {flag}: use {spelled}"
         if later := foreign()["later"].get(spelled):
             return f"{flag} is not available in this version ({NOT_YET[later]} come later); leave it out"
-        if use := foreign()["flags"].get(spelled):
+        if use := spelled if spelled in known else foreign()["flags"].get(spelled):
             return f"unrecognized argument {flag}: {f'use {use}' if use.startswith('-') else use}"
         if not flag.startswith("--"):
             return None  # short flags joined, a negative number, or what argparse itself refuses

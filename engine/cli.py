@@ -23,18 +23,15 @@ from models.resolve import resolve
 # What generation_config.json may set, where no flag does.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-# The most specific class first; 0 is success, 2 also argparse's own, 130 and 143 end by SIGINT and SIGTERM.
-EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (ModelFormatError, 3),
-    (ConfigError, 3),
-    (TokenizerError, 3),
-    (RequestError, 2),
-    (CapacityError, 4),
-    (ModuleNotFoundError, 1),
-    (KeyboardInterrupt, 130),
-    (BrokenPipeError, 141),
-    (OSError, 1),  # as a full disk under stdout
-)
+# 0 is success, 2 also argparse's own, 130 and 143 end by SIGINT and SIGTERM. Where two fit, the first counts.
+EXIT_CODES: dict[int, tuple[type[BaseException], ...]] = {
+    3: (ModelFormatError, ConfigError, TokenizerError),
+    2: (RequestError,),
+    4: (CapacityError,),
+    130: (KeyboardInterrupt,),
+    141: (BrokenPipeError,),
+    1: (ModuleNotFoundError, OSError),  # OSError: as a full disk under stdout
+}
 
 
 def add_flags(parser: argparse._ActionsContainer, config: type[Any], **defaults: Any) -> None:
@@ -45,17 +42,14 @@ def add_flags(parser: argparse._ActionsContainer, config: type[Any], **defaults:
     for field in dataclasses.fields(config):
         if not field.metadata:
             continue
-        options: dict[str, Any] = {
-            "type": _argument(field.metadata["parse"]),
-            "metavar": field.metadata["metavar"] or field.name.rsplit("_", 1)[-1].upper(),
-        }
+        parse = field.metadata["parse"]
+        metavar = field.metadata["metavar"] or field.name.rsplit("_", 1)[-1].upper()
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             *field.metadata["names"],
-            dest=field.name,
             default=argparse.SUPPRESS,
             help=field.metadata["help"].replace("%(default)s", str(defaults.get(field.name, field.default))),
-            **({"action": "store_true"} if field.metadata["parse"] is bool else options),
+            **({"action": "store_true"} if parse is bool else {"type": _argument(parse), "metavar": metavar}),
         )
 
 
@@ -75,8 +69,8 @@ def run_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     import and a model to load."""
     sampling = given(args, SamplingParams) | {"stop": tuple(args.stop)}
     SamplingParams(**sampling)
-    settings = given(args, EngineConfig)
-    settings["seed"] = secrets.randbits(62)  # --seed is the answer's; without one, every run is another
+    # --seed is the answer's; without one, every run is another.
+    settings = given(args, EngineConfig) | {"seed": secrets.randbits(62)}
     EngineConfig(**settings)
     resolve(args.model)
     return sampling, settings
@@ -84,10 +78,8 @@ def run_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
 
 def with_defaults(flags: dict[str, Any], generation_config: dict[str, Any], quiet: bool) -> SamplingParams:
     """The flags over the checkpoint's generation_config.json, which is said."""
-    found = {key: generation_config.get(key) for key in _SAMPLING_DEFAULTS}
-    defaults = {key: value for key, value in found.items() if value is not None and key not in flags}
-    if generation_config.get("do_sample") is False and "temperature" not in flags:
-        defaults["temperature"] = 0.0
+    found = generation_config | ({"temperature": 0.0} if generation_config.get("do_sample") is False else {})
+    defaults = {key: found[key] for key in _SAMPLING_DEFAULTS if found.get(key) is not None and key not in flags}
     if defaults and not quiet:
         print("generation_config.json: " + ", ".join(f"{k} {v}" for k, v in defaults.items()), file=sys.stderr)
     return SamplingParams(**(defaults | flags))
@@ -100,9 +92,8 @@ def show(outputs: Iterable[RequestOutput], write: Callable[[str], Any]) -> tuple
     last = None
     for last in outputs:
         times.append(time.perf_counter())
-        if len(last.text) > shown:
-            write(last.text[shown:])
-            shown = len(last.text)
+        write(last.text[shown:])
+        shown = len(last.text)
     return last, times
 
 
@@ -110,17 +101,13 @@ def rates(times: list[float], prompt_tokens: int) -> dict[str, Any]:
     """What the times that `show` returned say, where there is a token: ttft_s, prefill_tok_s, decode_tok_s."""
     ttft = times[1] - times[0]
     steps = len(times) - 2  # a token each, after the first
-    return {
-        "ttft_s": ttft,
-        "prefill_tok_s": prompt_tokens / ttft,
-        "decode_tok_s": steps / (times[-1] - times[1]) if steps else None,
-    }
+    decode = steps / (times[-1] - times[1]) if steps else None
+    return {"ttft_s": ttft, "prefill_tok_s": prompt_tokens / ttft, "decode_tok_s": decode}
 
 
 def given(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
     """The fields of the dataclass that were given on the command line."""
-    names = {field.name for field in dataclasses.fields(config)}
-    return {key: value for key, value in vars(args).items() if key in names}
+    return {key: value for key, value in vars(args).items() if key in config.__dataclass_fields__}
 
 
 def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -145,8 +132,8 @@ def run(main: Callable[[list[str] | None], int], argv: list[str] | None = None) 
     try:
         code = main(argv)
         sys.stdout.flush()
-    except tuple(kind for kind, _ in EXIT_CODES) as error:
-        code = next(number for kind, number in EXIT_CODES if isinstance(error, kind))
+    except tuple(kind for kinds in EXIT_CODES.values() for kind in kinds) as error:
+        code = next(code for code, kinds in EXIT_CODES.items() if isinstance(error, kinds))
         if isinstance(error, OSError):
             # The interpreter flushes stdout once more at exit; let that go nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

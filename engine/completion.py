@@ -14,7 +14,6 @@ from engine.arguments import Parser
 # What is completed behind a flag, by its destination; behind others nothing is.
 _WORDS = {"dtype": ("auto", "float32", "bfloat16", "float16"), "device": ("auto", "cpu", "cuda"),
           "backend": ("auto", "torch", "triton"), "page_size": ("16", "32", "64")}  # fmt: skip
-_FILES = {"file", "tokenizer", "chat_template"}
 _MODELS = '_isotherm_models() { compgen -d -- "$1"; compgen -W "$(ls "${ISOTHERM_MODELS:-/none}" 2>&-)" -- "$1"; }'
 
 
@@ -32,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ModuleNotFoundError("completion needs the package shtab: pip install 'isotherm[completion]'") from None
     from engine.__main__ import COMMANDS
 
+    ways = dict.fromkeys(("file", "tokenizer", "chat_template"), shtab.FILE)
+    ways["model"] = {"bash": "_isotherm_models", "zsh": "_files -/"}
     isotherm = argparse.ArgumentParser(prog="isotherm")
     commands = isotherm.add_subparsers()
     for name, text in COMMANDS.items():
@@ -39,9 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(name, help=text, parents=[command], add_help=False)
         for action in command._actions:
             action.choices = action.choices or _WORDS.get(action.dest)
-            if action.dest in _FILES:
-                action.complete = shtab.FILE
-            elif action.dest == "model":
-                action.complete = {"bash": "_isotherm_models", "zsh": "_files -/"}
+            if action.dest in ways:
+                action.complete = ways[action.dest]
     print(shtab.complete(isotherm, args.shell, preamble=_MODELS if args.shell == "bash" else ""))
     return 0

@@ -41,7 +41,6 @@ EXTRAS = {
     "jinja2": ("chat templates that come with a model", "chat"),
     "shtab": ("isotherm completion", "completion"),
 }
-_OURS = ("engine", "models", "memory", "kernels")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,10 +59,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def examine(model: str | None = None) -> dict[str, Any]:
     """Everything that is known, by section; `problems` lists what is wrong, in words."""
-    problems: list[str] = []
     cpus = usable_cpus()
-    packages = origins(*_OURS)
-    problems += strangers(packages)
+    packages = origins("engine", "models", "memory", "kernels")
+    problems = strangers(packages)
     report: dict[str, Any] = {
         "versions": _versions(problems),
         "packages": packages,
@@ -87,10 +85,9 @@ def _versions(problems: list[str]) -> dict[str, str | None]:
     versions = {name: installed.get(name) for name in ("isotherm", *CORE, "triton", *EXTRAS)}
     for name, oldest in CORE.items():
         version = versions[name]
-        if version is None:
-            problems.append(f"the package {name} is missing: pip install '{name}>={oldest}'")
-        elif _numbers(version) < _numbers(oldest):
-            problems.append(f"{name} {version} is too old: pip install '{name}>={oldest}'")
+        if version is None or _numbers(version) < _numbers(oldest):
+            what = f"{name} {version} is too old" if version else f"the package {name} is missing"
+            problems.append(f"{what}: pip install '{name}>={oldest}'")
     return {"python": platform.python_version(), "platform": platform.platform(), **versions}
 
 
@@ -178,23 +175,21 @@ def _fit(path: Path) -> dict[str, Any]:
 
 
 def _text(report: dict[str, Any]) -> str:
-    """The report for people: a line a fact, indented by section."""
-    problems = [f"WRONG: {problem}" for problem in report["problems"]] or ["nothing is wrong"]
-    return "\n".join([*_lines({key: value for key, value in report.items() if key != "problems"}, ""), *problems])
+    """The report for people: a line a fact, indented by section; what is wrong comes last."""
+    wrong = [f"WRONG: {problem}" for problem in report["problems"]] or ["nothing is wrong"]
+    return "\n".join([*_lines({key: value for key, value in report.items() if key != "problems"}), *wrong])
 
 
-def _lines(facts: dict[str, Any], indent: str) -> Iterator[str]:
-    words = {True: "yes", False: "no", None: "-"}
+def _lines(facts: dict[str, Any], indent: str = "") -> Iterator[str]:
+    words = {"True": "yes", "False": "no", "None": "-", "[]": "-"}
     for key, value in facts.items():
         if isinstance(value, dict):
             yield f"{indent}{key}:"
             yield from _lines(value, indent + "  ")
         elif key.endswith("_bytes") and value is not None:
             yield f"{indent}{key.removesuffix('_bytes')}: {value / 1e9:.2f} GB"
-        elif isinstance(value, bool | None):
-            yield f"{indent}{key}: {words[value]}"
         else:
-            yield f"{indent}{key}: {value or '-'}"
+            yield f"{indent}{key}: {words.get(str(value), value)}"
 
 
 if __name__ == "__main__":

@@ -13,16 +13,14 @@ import json
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from engine.arguments import Parser
 from engine.cli import add_run_flags, rates, run, run_settings, show, with_defaults
 from engine.errors import RequestError
 from engine.request import RequestOutput
 from engine.signals import raise_exceptions
-
-if TYPE_CHECKING:
-    from engine.llm import LLM
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,11 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     with contextlib.closing(llm.stream(prompt, params)) as outputs:
         last, times = show(outputs, (lambda text: None) if args.json else _write)
     assert last is not None
-    if not args.json:
-        _write("\n")
-    report = _report(llm, last, load_s, times)
-    if args.json:
-        print(json.dumps(report))
+    report = _report(last, llm.stats(), load_s, times)
+    print(json.dumps(report) if args.json else "")
     if not args.quiet:
         if not last.text and last.finish_reason == "stop":
             print("the model had nothing to add; for questions and answers: python -m engine.chat", file=sys.stderr)
@@ -62,35 +57,32 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    if args.prompt not in (None, "-"):
-        data, name = os.fsencode(args.prompt), "--prompt"
-    elif args.file in (None, "-"):
-        if args.file is None and args.prompt is None and sys.stdin.isatty():
-            raise RequestError("no prompt: give --prompt TEXT or --file FILE, or pipe text in")
-        data, name = sys.stdin.buffer.read(), "stdin"
-    else:
-        name = args.file
-        try:
-            with open(args.file, "rb") as file:
-                data = file.read()
-        except OSError as error:
-            raise RequestError(f"{args.file}: cannot be read: {error.strerror}") from None
-    if name != "--prompt":  # the newline that ends a file or an echo is not meant
-        data = data.removesuffix(b"\n").removesuffix(b"\r")
+    piped = args.file in (None, "-")
+    name = "stdin" if piped else args.file
+    if args.file is None and args.prompt is None and sys.stdin.isatty():
+        raise RequestError("no prompt: give --prompt TEXT or --file FILE, or pipe text in")
     try:
+        if args.prompt not in (None, "-"):
+            name, data = "--prompt", os.fsencode(args.prompt)
+        else:  # the newline that ends a file or an echo is not meant
+            data = sys.stdin.buffer.read() if piped else Path(args.file).read_bytes()
+            data = data.removesuffix(b"\n").removesuffix(b"\r")
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{name}: not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}") from None
+    except OSError as error:
+        raise RequestError(f"{name}: cannot be read: {error.strerror}") from None
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    print(text, end="", flush=True)
 
 
-def _report(llm: LLM, output: RequestOutput, load_s: float, times: list[float]) -> dict[str, Any]:
-    stats = llm.stats()
+def _report(output: RequestOutput, stats: dict[str, Any], load_s: float, times: list[float]) -> dict[str, Any]:
     cache = output.cache_report
+    memory = {key: stats[key] for key in ("weights_bytes", "peak_rss_bytes", "kv_shared_bytes")}
+    for key in ("resident_bytes", "full_bytes", "total_bytes", "peak_bytes", "cold_bytes"):
+        memory[f"kv_{key}"] = cache[key]
     return {
         "text": output.text,
         "token_ids": output.token_ids,
@@ -98,37 +90,27 @@ def _report(llm: LLM, output: RequestOutput, load_s: float, times: list[float]) 
         "completion_tokens": len(output.token_ids),
         "finish_reason": output.finish_reason,
         "timings": {"load_s": load_s} | rates(times, len(output.prompt_token_ids)),
-        "memory": {
-            "weights_bytes": stats["weights_bytes"],
-            "kv_resident_bytes": cache["resident_bytes"],
-            "kv_full_bytes": cache["full_bytes"],
-            "kv_total_bytes": cache["total_bytes"],
-            "kv_peak_bytes": cache["peak_bytes"],
-            "kv_shared_bytes": stats["kv_shared_bytes"],
-            "kv_cold_bytes": stats["kv_cold_bytes"],
-            "peak_rss_bytes": stats["peak_rss_bytes"],
-        },
+        "memory": memory,
         "cache": cache | {"num_cached_tokens": output.num_cached_tokens},
     }
 
 
 def _summary(report: dict[str, Any]) -> str:
-    timings, memory = report["timings"], report["memory"]
+    timings, memory, cache = report["timings"], report["memory"], report["cache"]
+    mb = {key: f"{value / 1e6:.1f} MB" for key, value in memory.items()}
     decode = f", {timings['decode_tok_s']:.1f} tok/s" if timings["decode_tok_s"] else ""
-    cache = report["cache"]
     tiers = ""
     if cache["warm_tokens"]:
-        ratio = memory["kv_resident_bytes"] / memory["kv_full_bytes"]
         tiers = (
-            f" = {ratio:.2f} of {memory['kv_full_bytes'] / 1e6:.1f} MB exact, with the chunk in flight at most "
-            f"{memory['kv_peak_bytes'] / 1e6:.1f} MB, in the host {cache['cold_bytes'] / 1e6:.1f} MB | "
+            f" = {memory['kv_resident_bytes'] / memory['kv_full_bytes']:.2f} of {mb['kv_full_bytes']} exact, with the "
+            f"chunk in flight at most {mb['kv_peak_bytes']}, in the host {mb['kv_cold_bytes']} | "
             f"{cache['hot_tokens']} tokens exact, {cache['warm_tokens']} compressed, {cache['moves']} moves, "
             f"attention to compressed ones {cache['warm_mass']:.0%}, missed {cache['missed_mass']:.0%}"
         )
     return (
         f"Prompt: {report['prompt_tokens']} tokens, {timings['prefill_tok_s']:.1f} tok/s | "
         f"Generation: {report['completion_tokens']} tokens{decode} | "
-        f"TTFT {timings['ttft_s'] * 1e3:.0f} ms | KV cache {memory['kv_resident_bytes'] / 1e6:.1f} MB{tiers} | "
+        f"TTFT {timings['ttft_s'] * 1e3:.0f} ms | KV cache {mb['kv_resident_bytes']}{tiers} | "
         f"Peak memory {memory['peak_rss_bytes'] / 1e9:.2f} GB | finish: {report['finish_reason']}"
     )
 

@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    rows = [describe(name, path) for name, path in found()]
+    rows = [describe(name, path) for name, path in found().items()]
     looked = [str(place) for place in places()]
     if args.json:
         print(json.dumps({"rows": rows, "looked_at": looked}))
@@ -47,12 +47,11 @@ def describe(name: str, path: Path) -> dict[str, Any]:
     except (ConfigError, ModelFormatError) as error:
         return row | {"error": str(error)}
     sizes: Counter[str] = Counter()
-    parameters = 0
     for info in tensors:
         sizes[info.dtype] += info.nbytes
-        parameters += math.prod(info.shape)
-    dtype = sizes.most_common(1)[0][0] if sizes else None
-    return row | {"size_bytes": sum(sizes.values()), "dtype": dtype, "parameters": parameters}
+    dtype = max(sizes, key=sizes.__getitem__, default=None)
+    parameters = sum(math.prod(info.shape) for info in tensors)
+    return row | {"size_bytes": sizes.total(), "dtype": dtype, "parameters": parameters}
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -10,10 +10,10 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
-from models.errors import ModelFormatError, shown
-from models.files import MAX_JSON_BYTES, opened, parse_json, pointer_hint, read_object, stamp
+from models.errors import ModelFormatError, require, shown
+from models.files import MAX_JSON_BYTES, opened, parse_json, read_object, refuse_pointer, stamp
 
 MAX_RANK = 4
 MAX_TENSORS = 100_000
@@ -51,97 +51,77 @@ def open_checkpoint(directory: Path) -> dict[str, TensorInfo]:
 
 def _hint(directory: Path) -> str:
     """What to do with the files that are there instead."""
-    pickles = sorted(p.name for pattern in ("*.bin", "*.pth", "*.pt") for p in directory.glob(pattern))
-    if pickles:
+    for name in sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in directory.glob(pattern)):
         way = "in an environment with Transformers, from_pretrained(...).save_pretrained(NEW)"
-        if pickles[0].startswith("consolidated."):
+        if name.startswith("consolidated."):
             way = f"python -m tools.convert {directory} OUTDIR"
-        return (
-            f"; {pickles[0]} is a pickle, which is never loaded: use the safetensors files of this model, or convert "
-            f"it: {way}"
-        )
+        wanted = "use the safetensors files of this model, or convert it"
+        return f"; {name} is a pickle, which is never loaded: {wanted}: {way}"
     for file in sorted(directory.glob("*.gguf")):
         return f"; convert the GGUF file: python -m tools.convert {file} OUTDIR"
     return ""
 
 
 def _open_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
-    weight_map = read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or len(weight_map) > MAX_TENSORS:
-        raise ModelFormatError(f"{index}: weight_map must map 1 to {MAX_TENSORS} tensor names to files")
+    weight_map: dict[str, str] = read_object(index).get("weight_map", {})
+    some_files = isinstance(weight_map, dict) and 0 < len(weight_map) <= MAX_TENSORS
+    require(some_files, f"{index}: weight_map must map 1 to {MAX_TENSORS} tensor names to files")
     for shard in weight_map.values():
-        if not isinstance(shard, str) or shard != os.path.basename(shard) or not shard.endswith(".safetensors"):
-            raise ModelFormatError(
-                f"{index}: {shown(shard)} is not the name of a safetensors file in the same directory"
-            )
-    shards = set(weight_map.values())
-    missing = sorted(shard for shard in shards if not os.path.exists(directory / shard))
-    if missing:
-        raise ModelFormatError(f"{directory}: shards listed in {index.name} are missing: {some(missing)}")
-    headers = {shard: read_header(directory / shard) for shard in sorted(shards)}
+        beside = isinstance(shard, str) and shard == os.path.basename(shard) and shard.endswith(".safetensors")
+        require(beside, f"{index}: {shown(shard)} is not the name of a safetensors file in the same directory")
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not os.path.exists(directory / shard)]
+    require(not missing, f"{directory}: shards listed in {index.name} are missing: {some(missing)}")
+    headers = {shard: read_header(directory / shard) for shard in shards}
     absent = sorted(f"{name} ({shard})" for name, shard in weight_map.items() if name not in headers[shard])
-    if absent:
-        raise ModelFormatError(f"{directory}: tensors listed in {index.name} are not in their shards: {some(absent)}")
+    require(not absent, f"{directory}: tensors listed in {index.name} are not in their shards: {some(absent)}")
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, from its header. Raises ModelFormatError naming file and reason."""
     with opened(path) as file:
-        stat = os.fstat(file.fileno())
-        size = stat.st_size
-        prefix = file.read(8)
-        if hint := pointer_hint(prefix + file.read(32)):
-            raise ModelFormatError(f"{path}: {hint}")
-        file.seek(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or not 2 <= length <= size - 8:
-            raise ModelFormatError(f"{path}: truncated or not safetensors: {size} bytes, header said to be {length}")
-        if length > MAX_JSON_BYTES:
-            raise ModelFormatError(f"{path}: header of {length} bytes, over the limit of {MAX_JSON_BYTES}")
+        refuse_pointer(path, file.peek())
+        now = stamp(file)
+        size, length = now[0], int.from_bytes(file.read(8), "little")
+        fits = 2 <= length <= size - 8
+        require(fits, f"{path}: truncated or not safetensors: {size} bytes, header said to be {length}")
+        require(length <= MAX_JSON_BYTES, f"{path}: header of {length} bytes, over the limit of {MAX_JSON_BYTES}")
         header = parse_json(file.read(length), path)
-    if not isinstance(header, dict) or len(header) > MAX_TENSORS:
-        raise ModelFormatError(f"{path}: header must be an object of at most {MAX_TENSORS} tensors")
+    sound = isinstance(header, dict) and len(header) <= MAX_TENSORS
+    require(sound, f"{path}: header must be an object of at most {MAX_TENSORS} tensors")
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ModelFormatError(f"{path}: __metadata__ must map strings to strings")
-    tensors = {name: _tensor_info(path, name, entry, 8 + length, stamp(stat)) for name, entry in header.items()}
-    _check_cover(path, tensors, 8 + length, size)
+    strings = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    require(strings, f"{path}: __metadata__ must map strings to strings")
+    end = 8 + length
+    tensors = {name: _tensor_info(path, name, entry, end, now) for name, entry in header.items()}
+    # Their bytes fill the rest of the file without hole or overlap.
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        require(info.offset == end, f"{path}: tensor {name!r} begins at byte {info.offset}, expected {end}")
+        end += info.nbytes
+    require(end == size, f"{path}: tensors end at byte {end}, the file has {size} (truncated or not complete)")
     return tensors
 
 
 def _tensor_info(path: Path, name: str, entry: Any, data_start: int, now: tuple[int, int, int]) -> TensorInfo:
     where = f"{path}: tensor {shown(name)}"
-    if not 0 < len(name) <= MAX_NAME or name in (".", "..") or any(c in name for c in "/\\\0"):
-        raise ModelFormatError(f"{where}: not a tensor name")
-    if not isinstance(entry, dict):
-        raise ModelFormatError(f"{where}: header entry is not an object")
+    named = 0 < len(name) <= MAX_NAME and name not in (".", "..") and not {"/", "\\", "\0"}.intersection(name)
+    require(named, f"{where}: not a tensor name")
+    require(isinstance(entry, dict), f"{where}: header entry is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in _SIZES:
-        raise ModelFormatError(f"{where}: unknown dtype {shown(dtype)}")
-    if not _is_sizes(shape) or len(shape) > MAX_RANK:
-        raise ModelFormatError(f"{where}: shape must be at most {MAX_RANK} sizes, got {shown(shape)}")
-    if not _is_sizes(offsets) or len(offsets) != 2:
-        raise ModelFormatError(f"{where}: data_offsets must be two offsets, got {shown(offsets)}")
+    require(isinstance(dtype, str) and dtype in _SIZES, f"{where}: unknown dtype", dtype)
+    require(_are_sizes(shape, 0, MAX_RANK), f"{where}: shape must be at most {MAX_RANK} sizes, got", shape)
+    require(_are_sizes(offsets, 2, 2), f"{where}: data_offsets must be two offsets, got", offsets)
     begin, end = offsets
     nbytes = math.prod(shape) * _SIZES[dtype]
-    if end - begin != nbytes:
-        raise ModelFormatError(f"{where}: {dtype} {shape} takes {nbytes} bytes, data_offsets give {end - begin}")
+    require(end - begin == nbytes, f"{where}: {dtype} {shape} takes {nbytes} bytes, data_offsets give {end - begin}")
     return TensorInfo(path, dtype, tuple(shape), data_start + begin, nbytes, now)
 
 
-def _is_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
-
-
-def _check_cover(path: Path, tensors: dict[str, TensorInfo], start: int, size: int) -> None:
-    """The tensors' bytes must fill the file without hole or overlap."""
-    for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if info.offset != start:
-            raise ModelFormatError(f"{path}: tensor {name!r} begins at byte {info.offset}, expected {start}")
-        start += info.nbytes
-    if start != size:
-        raise ModelFormatError(f"{path}: tensors end at byte {start}, the file has {size} (truncated or not complete)")
+def _are_sizes(value: Any, least: int, most: int) -> bool:
+    """Whether it is a list of that many sizes."""
+    counted = isinstance(value, list) and least <= len(value) <= most
+    return counted and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
 
 
 def some(names: list[str]) -> str:

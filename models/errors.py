@@ -18,3 +18,9 @@ class ModelFormatError(ValueError):
 
 class ConfigError(ValueError):
     """A configuration value is missing, out of range, or not supported; the message names the key, got and wanted."""
+
+
+def require(fulfilled: bool, problem: str, *got: object, error: type[ValueError] = ModelFormatError) -> None:
+    """What a file must be. Raises `error` of the problem and what there is instead, to be shown."""
+    if not fulfilled:
+        raise error(" ".join([problem, *map(shown, got)]))

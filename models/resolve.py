@@ -9,42 +9,29 @@ from pathlib import Path
 from models.errors import ModelFormatError
 
 # Short names, and where the Hugging Face cache keeps the same model.
-ALIASES = {
-    "llama2-7b": "meta-llama/Llama-2-7b-hf",
-    "llama2-7b-chat": "meta-llama/Llama-2-7b-chat-hf",
-    "llama2-13b": "meta-llama/Llama-2-13b-hf",
-    "llama2-13b-chat": "meta-llama/Llama-2-13b-chat-hf",
-    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
-}
+ALIASES = {f"llama2-{size}": f"meta-llama/Llama-2-{size}-hf" for size in ("7b", "7b-chat", "13b", "13b-chat")}
+ALIASES["smollm2-135m"] = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def cache_directory() -> Path:
     """Where models fetched by our own tools lie: $ISOTHERM_CACHE, else the XDG cache directory."""
-    return _from_environment("ISOTHERM_CACHE") or _xdg_cache() / "isotherm"
-
-
-def _xdg_cache() -> Path:
-    return _from_environment("XDG_CACHE_HOME") or _expanded("~/.cache")
+    return _directory("ISOTHERM_CACHE", _directory("XDG_CACHE_HOME", "~/.cache") / "isotherm")
 
 
 def _huggingface_hub() -> Path:
-    home = _from_environment("HF_HOME") or _xdg_cache() / "huggingface"
-    return _from_environment("HF_HUB_CACHE") or home / "hub"
+    home = _directory("HF_HOME", _directory("XDG_CACHE_HOME", "~/.cache") / "huggingface")
+    return _directory("HF_HUB_CACHE", home / "hub")
 
 
-def _from_environment(variable: str) -> Path | None:
-    return _expanded(value) if (value := os.environ.get(variable)) else None
-
-
-def _expanded(path: str) -> Path:
-    """The path with a leading ~ replaced; that of a user who does not exist stays, and is not found."""
-    return Path(os.path.expanduser(path))
+def _directory(variable: str, default: str | Path) -> Path:
+    """What the environment says, or the default; a leading ~ is replaced, but for a user who does not exist."""
+    return Path(os.path.expanduser(os.environ.get(variable) or default))
 
 
 def _roots() -> list[Path]:
     """The directories whose entries are models."""
-    own = _from_environment("ISOTHERM_MODELS")
-    return [*([own] if own else []), cache_directory() / "models"]
+    own = [_directory("ISOTHERM_MODELS", "")] if os.environ.get("ISOTHERM_MODELS") else []
+    return [*own, cache_directory() / "models"]
 
 
 def places() -> list[Path]:
@@ -52,18 +39,18 @@ def places() -> list[Path]:
     return [*_roots(), _huggingface_hub()]
 
 
-def found() -> list[tuple[str, Path]]:
-    """Every model that `resolve` finds by name: (name, directory), in the order in which it looks."""
+def found() -> dict[str, Path]:
+    """Every model that `resolve` finds by name, with its directory; in the order in which it looks."""
     candidates = [(child.name, child) for root in _roots() for child in _children(root)]
     for repository in _children(_huggingface_hub()):
-        prefix, _, name = repository.name.partition("models--")
-        if name and not prefix:
-            candidates.append((name.replace("--", "/", 1), _snapshot(repository)))
+        if repository.name.startswith("models--"):
+            name = repository.name.removeprefix("models--").replace("--", "/", 1)
+            candidates.append((name, _snapshot(repository)))
     models: dict[str, Path] = {}
     for name, path in candidates:
         if os.path.isfile(path / "config.json"):
             models.setdefault(name, path)
-    return list(models.items())
+    return models
 
 
 def _children(directory: Path) -> list[Path]:
@@ -79,8 +66,8 @@ def resolve(name: str) -> Path:
 
     Raises ModelFormatError that lists where it looked, names near it, and how to get the model.
     """
-    roots, repository = _roots(), ALIASES.get(name, name)
-    candidates = [_expanded(name), *(root / name for root in roots)]
+    repository = ALIASES.get(name, name)
+    candidates = [Path(os.path.expanduser(name)), *(root / name for root in _roots())]
     if _is_repository(repository):
         candidates.append(_snapshot(_huggingface_hub() / f"models--{repository.replace('/', '--')}"))
     for candidate in candidates:
@@ -88,7 +75,7 @@ def resolve(name: str) -> Path:
             return candidate
     looked = [f"  {candidate} ({_why_not(candidate)})" for candidate in dict.fromkeys(candidates)]
     lines = [f"model {name!r} was not found. Looked at:", *looked]
-    known = set(ALIASES) | {child.name for root in roots for child in _children(root) if child.is_dir()}
+    known = ALIASES.keys() | found().keys()
     if near := difflib.get_close_matches(name, sorted(known - {name}), cutoff=0.5):
         lines.append(f"Names near it: {', '.join(near)}")
     raise ModelFormatError("\n".join([*lines, _advice(name, repository)]))

@@ -138,7 +138,7 @@ def test_doctor_of_a_good_machine_and_model(home):
     assert report["packages"]["kernels"] == str(ROOT / "kernels" / "__init__.py")
     llm = LLM("tiny")
     assert report["code_paths"]["cpu_dtype"] == str(llm._model.dtype).removeprefix("torch.")
-    assert report["code_paths"]["packed_bfloat16_linear"] == llm._model.head.weight.is_mkldnn
+    assert report["code_paths"]["packed_bfloat16_linear"] == llm._model.head.is_mkldnn
     assert report["cpu"]["default_threads"] == torch.get_num_threads()
     assert report["memory"]["free_bytes"] > 1e8 and report["directories"]["cache"] == str(home / "cache")
     assert report["model"]["tokenizer"] == {"kind": "SentencePieceTokenizer", "vocab_size": 352, "bos_id": 1}

@@ -325,6 +325,17 @@ def test_rope_theta_in_two_places_must_agree():
         parse(rope_theta=DROP, rope_parameters={"rope_theta": NAN})
 
 
+def test_what_replaces_the_scaling_may_not_bring_another_base():
+    """The base of the checkpoint stays: another one would be passed over without a word."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    raw = {**DEFAULTS, "rope_theta": 10000.0}
+    assert LlamaConfig.from_dict(raw, {**scaling, "rope_theta": 10000.0}) == LlamaConfig.from_dict(raw, scaling)
+    with pytest.raises(ConfigError, match=r"rope_theta is 10000\.0 at the top level and 500000\.0 in the rope_scaling"):
+        LlamaConfig.from_dict(raw, {**scaling, "rope_theta": 5e5})
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor must be 1, got 0\.5"):
+        LlamaConfig.from_dict(raw, {**scaling, "partial_rotary_factor": 0.5})
+
+
 def test_a_config_can_not_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         parse().vocab_size = 1

@@ -230,7 +230,7 @@ def escaped(text):
 
 
 def count(config):
-    return sum(p.numel() for p in LlamaWeights(LlamaConfig.from_dict(config)).state_dict().values())
+    return sum(p.numel() for p in LlamaWeights(LlamaConfig.from_dict(config)).values())
 
 
 def render():

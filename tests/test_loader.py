@@ -132,11 +132,10 @@ def test_a_checkpoint_is_loaded_and_converted(tmp_path, dtype, shards, wanted):
 
     load_weights(module, open_checkpoint(tmp_path), wanted, torch.device("cpu"), progress)
     expected = {k: v for f in tmp_path.glob("*.safetensors") for k, v in safetensors.torch.load_file(f).items()}
-    state = module.state_dict()
-    assert sorted(seen) == sorted(expected) == sorted(state)
+    assert sorted(seen) == sorted(expected) == sorted(module)
     for name, tensor in expected.items():
-        assert torch.equal(state[name], tensor.to(wanted)), name
-        assert not state[name].is_meta
+        assert torch.equal(module[name], tensor.to(wanted)), name
+        assert not module[name].is_meta
 
 
 # Headers.
@@ -520,7 +519,7 @@ def test_all_surplus_tensors_are_listed(tmp_path):
 def test_rotary_tables_of_early_conversions_are_left_out(tmp_path):
     names = [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(2)]
     config = checkpoint_with(tmp_path, lambda weights: weights.update({name: np.ones(8, np.float32) for name in names}))
-    assert not any("inv_freq" in name for name in load_into(tmp_path, config).state_dict())
+    assert not any("inv_freq" in name for name in load_into(tmp_path, config))
 
 
 def test_a_tied_model_does_not_look_at_a_head_in_its_file(tmp_path):
@@ -528,7 +527,7 @@ def test_a_tied_model_does_not_look_at_a_head_in_its_file(tmp_path):
         weights["lm_head.weight"] = np.full((1, 1), np.nan, np.float32)  # not even its shape
 
     config = checkpoint_with(tmp_path, add_head, tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_into(tmp_path, config).state_dict()
+    assert "lm_head.weight" not in load_into(tmp_path, config)
 
 
 def test_an_untied_model_needs_its_head(tmp_path):

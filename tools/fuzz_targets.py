@@ -56,7 +56,7 @@ def make(name: str, directory: Path) -> Target:
 
 def _tensors() -> dict[str, torch.Tensor]:
     """Every tensor of CONFIG's model, all values different."""
-    state = LlamaWeights(LlamaConfig.from_dict(CONFIG)).state_dict()
+    state = LlamaWeights(LlamaConfig.from_dict(CONFIG))
     generator = torch.Generator().manual_seed(1)
     return {name: torch.rand(value.shape, generator=generator) for name, value in state.items()}
 
@@ -64,7 +64,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 def _load(directory: Path, config: LlamaConfig) -> dict[str, torch.Tensor]:
     module = LlamaWeights(config)
     load_weights(module, open_checkpoint(directory), torch.float32, torch.device("cpu"))
-    return module.state_dict()
+    return module
 
 
 def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

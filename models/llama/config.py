@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from models.errors import ConfigError, shown
+from models.errors import ConfigError, require, shown
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # by model_type
 DTYPES = ("float32", "bfloat16", "float16")
 
-# What each kind of RoPE scaling needs beside its type: key -> (least, greatest).
+# What each kind of RoPE scaling reads beside its type, key -> (least, greatest); and what none can do without.
 _FACTOR, _POSITIVE = (1.0, 4096.0), (1e-6, 1e6)
 _ROPE_KEYS: dict[str, dict[str, tuple[float, float]]] = {
     "linear": {"factor": _FACTOR},
     "dynamic": {"factor": _FACTOR},
-    "yarn": {"factor": _FACTOR},
+    "yarn": {"factor": _FACTOR, "beta_slow": _POSITIVE, "beta_fast": _POSITIVE, "attention_factor": (1e-3, 1e3),
+             "mscale": (0.0, 1e3), "mscale_all_dim": (0.0, 1e3)},
     "llama3": {"factor": _FACTOR, "low_freq_factor": _POSITIVE, "high_freq_factor": _POSITIVE},
-}
-_YARN_OPTIONAL = {"attention_factor": (1e-3, 1e3), "beta_fast": _POSITIVE, "beta_slow": _POSITIVE,
-                  "mscale": (0.0, 1e3), "mscale_all_dim": (0.0, 1e3)}  # fmt: skip
+}  # fmt: skip
+_NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
+_NO_SCALING = {"rope_theta", "partial_rotary_factor"}  # what else may lie beside them
 BETA_SLOW, BETA_FAST = 1.0, 32.0  # yarn's, where none are given
+
+_require = functools.partial(require, error=ConfigError)
+# What a value must be, by the type of its limits.
+_WANTED = {bool: "true or false", int: "an integer from {} to {}", float: "a number from {:g} to {:g}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +44,29 @@ class RopeScaling:
     truncate: bool = True  # yarn: round the borders of the ramp to whole dimensions
 
 
-@dataclass(frozen=True, slots=True)
+def _key(name: str, least: float, greatest: float, default: float | None = None) -> Any:
+    """A field that is read from config.json by `_value`."""
+    return field(metadata={"key": (name, least, greatest, default)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
     """Shape and constants of one checkpoint."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
+    vocab_size: int = _key("vocab_size", 1, 1 << 24)
+    hidden_size: int = _key("hidden_size", 1, 1 << 20)
+    intermediate_size: int = _key("intermediate_size", 1, 1 << 22)
+    num_layers: int = _key("num_hidden_layers", 1, 1024)
+    num_heads: int = _key("num_attention_heads", 1, 1024)
     num_kv_heads: int
     head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float
+    max_position_embeddings: int = _key("max_position_embeddings", 1, 1 << 27, 2048)
+    rms_norm_eps: float = _key("rms_norm_eps", 1e-12, 1.0, 1e-6)
     rope_theta: float
     rope_scaling: RopeScaling | None
-    tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
+    tie_word_embeddings: bool = _key("tie_word_embeddings", False, True, False)
+    attention_bias: bool = _key("attention_bias", False, True, False)
+    mlp_bias: bool = _key("mlp_bias", False, True, False)
     sliding_window: int | None
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
     bos_token_id: int | None
@@ -65,9 +76,8 @@ class LlamaConfig:
     def context_length(self) -> int:
         """Tokens that the model can attend over with its own RoPE scaling."""
         scaling = self.rope_scaling
-        if scaling is None or scaling.kind == "llama3":  # llama3 configs state the stretched length
-            length = self.max_position_embeddings
-        else:
+        length = self.max_position_embeddings
+        if scaling is not None and scaling.kind != "llama3":  # llama3 configs state the stretched length
             length = int(scaling.original_context * scaling.values["factor"])
         return min(length, self.sliding_window or length)
 
@@ -81,49 +91,34 @@ class LlamaConfig:
 
         `rope_scaling` replaces the checkpoint's own. Raises ConfigError naming the key, got and wanted.
         """
-        mistral = _architecture(raw) == "MistralForCausalLM"
-        heads = _integer(raw, "num_attention_heads", 1, 1024)
-        hidden = _integer(raw, "hidden_size", 1, 1 << 20)
-        if mistral:  # Transformers' defaults where a key is missing; null says something else
+        if _architecture(raw) == "MistralForCausalLM":
+            # Transformers' defaults where a key is missing; null says something else.
             raw = {"num_key_value_heads": 8, "sliding_window": 4096, **raw}
-        kv_heads = _integer(raw, "num_key_value_heads", 1, heads, default=heads)
-        if heads % kv_heads:
-            raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-        if raw.get("head_dim") is None and hidden % heads:
-            raise ConfigError(
-                f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and head_dim is missing"
-            )
-        head_dim = _integer(raw, "head_dim", 4, 1024, default=hidden // heads)
-        if head_dim % 2:
-            raise ConfigError(f"head_dim must be even to be rotated in pairs, got {head_dim}")
-        context = _integer(raw, "max_position_embeddings", 1, 1 << 27, default=2048)
-        theta, own_scaling = _rope(raw)
+        else:
+            raw = {**raw, "sliding_window": None}  # the key may be there; only Mistral's attention has a window
+        values = {field.name: _value(raw, *field.metadata["key"]) for field in fields(cls) if field.metadata}
+        hidden, heads, context = values["hidden_size"], values["num_heads"], values["max_position_embeddings"]
+        kv_heads = _value(raw, "num_key_value_heads", 1, heads, heads)
+        shared = heads % kv_heads == 0
+        _require(shared, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        known = hidden % heads == 0 or raw.get("head_dim") is not None
+        _require(known, f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and head_dim is missing")
+        head_dim = _value(raw, "head_dim", 4, 1024, hidden // heads)
+        _require(head_dim % 2 == 0, "head_dim must be even to be rotated in pairs, got", head_dim)
         act = raw.get("hidden_act", "silu")
-        if act not in ("silu", "swish"):
-            raise ConfigError(f"hidden_act must be silu, got {shown(act)}")
+        _require(act in ("silu", "swish"), "hidden_act must be silu, got", act)
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise ConfigError(f"torch_dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}")
-        # Llama checkpoints may carry the key; only Mistral's attention has a window.
-        window = raw.get("sliding_window") if mistral else None
+        _require(dtype in DTYPES, f"torch_dtype must be one of {', '.join(DTYPES)}, got", dtype)
+        theta, scaling = _rope(raw, context, rope_scaling)
         return cls(
-            vocab_size=_integer(raw, "vocab_size", 1, 1 << 24),
-            hidden_size=hidden,
-            intermediate_size=_integer(raw, "intermediate_size", 1, 1 << 22),
-            num_layers=_integer(raw, "num_hidden_layers", 1, 1024),
-            num_heads=heads,
+            **values,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=context,
-            rms_norm_eps=_number(raw, "rms_norm_eps", 1e-12, 1.0, default=1e-6),
             rope_theta=theta,
-            rope_scaling=_rope_scaling(own_scaling if rope_scaling is None else rope_scaling, context),
-            tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
-            attention_bias=_flag(raw, "attention_bias"),
-            mlp_bias=_flag(raw, "mlp_bias"),
-            sliding_window=None if window is None else _integer(raw, "sliding_window", 1, 1 << 27),
+            rope_scaling=scaling,
+            sliding_window=None if raw["sliding_window"] is None else _value(raw, "sliding_window", 1, 1 << 27),
             dtype=dtype,
-            bos_token_id=None if raw.get("bos_token_id") is None else _integer(raw, "bos_token_id", 0, 1 << 24),
+            bos_token_id=None if raw.get("bos_token_id") is None else _value(raw, "bos_token_id", 0, 1 << 24),
             eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
         )
 
@@ -131,20 +126,31 @@ class LlamaConfig:
 def token_ids(value: Any, key: str) -> tuple[int, ...]:
     """A token id, a list of them, or null, as a tuple. Raises ConfigError."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if len(ids) > 256 or not all(type(i) is int and 0 <= i < 1 << 24 for i in ids):
-        raise ConfigError(f"{key} must be a token id or a list of token ids, got {shown(value)}")
+    accepted = len(ids) <= 256 and all(type(i) is int and 0 <= i < 1 << 24 for i in ids)
+    _require(accepted, f"{key} must be a token id or a list of token ids, got", value)
     return tuple(ids)
 
 
+def _value(raw: Mapping[str, Any], key: str, least: Any, greatest: Any, default: Any = None) -> Any:
+    """What stands under the key, or the default; of the limits' type, and not beyond them."""
+    value = default if raw.get(key) is None else raw[key]
+    kind = type(least)
+    # Not "refuse what is beyond": NaN is neither beyond nor within.
+    fits = isinstance(value, (int, kind)) and isinstance(value, bool) is (kind is bool) and least <= value <= greatest
+    _require(fits, f"{key} must be {_WANTED[kind].format(least, greatest)}, got", value)
+    return kind(value)
+
+
 def _architecture(raw: Mapping[str, Any]) -> str:
+    """The architecture, one of those that are supported, and not quantised."""
     names = raw.get("architectures")
     if names is None:  # early conversions have only a model_type
-        names = [{"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}.get(str(raw.get("model_type")))]
-    if not (isinstance(names, list) and names and names[0] in ARCHITECTURES):
+        names = [ARCHITECTURES.get(str(raw.get("model_type")))]
+    supported = list(ARCHITECTURES.values())
+    if not (isinstance(names, list) and names and names[0] in supported):
         got = raw.get("architectures") or raw.get("model_type")
-        raise ConfigError(f"architecture {shown(got)} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    if raw.get("quantization_config") is not None:
-        method = raw["quantization_config"]
+        raise ConfigError(f"architecture {shown(got)} is not supported; supported: {', '.join(supported)}")
+    if (method := raw.get("quantization_config")) is not None:
         method = method.get("quant_method", method) if isinstance(method, dict) else method
         raise ConfigError(
             f"quantization_config {shown(method)} is not supported; use the model's float16 or bfloat16 checkpoint"
@@ -152,78 +158,39 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     return str(names[0])
 
 
-def _integer(raw: Mapping[str, Any], key: str, least: int, greatest: int, default: int | None = None) -> int:
-    value = default if raw.get(key) is None else raw[key]
-    if type(value) is not int or not least <= value <= greatest:
-        raise ConfigError(f"{key} must be an integer from {least} to {greatest}, got {shown(value)}")
-    return value
+def _rope(raw: Mapping[str, Any], context: int, instead: Mapping[str, Any] | None) -> tuple[float, RopeScaling | None]:
+    """(rope_theta, scaling). Transformers 4 keeps the base at the top level and the scaling in `rope_scaling`, 5 keeps
+    both in `rope_parameters`, which it also reads from `rope_scaling`; what is said twice must agree."""
+    own = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        _require(isinstance(raw.get(name), Mapping | None), f"{name} must be an object, got", raw.get(name))
+        own[f"in {name}"] = raw.get(name) or {}
+    places = {"at the top level": raw, **own, "in the rope_scaling that replaces it": instead or {}}
+    for place in places.values():
+        rotated = place.get("partial_rotary_factor")
+        _require(rotated in (None, 1), "partial_rotary_factor must be 1, got", rotated)
+    said = [where for where, place in places.items() if place.get("rope_theta") is not None]
+    thetas = [_value(places[where], "rope_theta", 2.0, 1e12) for where in said]
+    _require(len(set(thetas)) < 2, "rope_theta is " + " and ".join(map("{} {}".format, thetas, said)))
+    scaled = [place for place in (own.values() if instead is None else [instead]) if place.keys() - _NO_SCALING]
+    scalings = [_rope_scaling(place, context) for place in scaled] or [None]
+    if scalings[0] != scalings[-1]:
+        raise ConfigError(f"rope_scaling {shown(scaled[0])} and rope_parameters {shown(scaled[1])} do not agree")
+    return thetas[0] if thetas else 10000.0, scalings[0]
 
 
-def _number(raw: Mapping[str, Any], key: str, least: float, greatest: float, default: float | None = None) -> float:
-    value = default if raw.get(key) is None else raw[key]
-    # Written as "accept only if", so that NaN is refused.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= greatest:
-        raise ConfigError(f"{key} must be a number from {least:g} to {greatest:g}, got {shown(value)}")
-    return float(value)
-
-
-def _flag(raw: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    value = default if raw.get(key) is None else raw[key]
-    if type(value) is not bool:
-        raise ConfigError(f"{key} must be true or false, got {shown(value)}")
-    return value
-
-
-def _rope(raw: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None]:
-    """(rope_theta, raw scaling). Transformers 4 keeps the base at the top level and the scaling in `rope_scaling`, 5
-    keeps both in `rope_parameters`, which it also reads from `rope_scaling`; what is said twice must agree."""
-    places = {"the top level": raw}
-    for name in ("rope_parameters", "rope_scaling"):
-        if not isinstance(raw.get(name), Mapping | None):
-            raise ConfigError(f"{name} must be an object, got {shown(raw[name])}")
-        places[name] = raw.get(name) or {}
-    said: list[tuple[str, Any]] = []
-    for name, place in places.items():
-        if (value := place.get("rope_theta")) is not None:
-            _number(place, "rope_theta", 2.0, 1e12)
-            said.append((name, value))
-            if value != said[0][1]:
-                raise ConfigError(f"rope_theta is {shown(said[0][1])} at {said[0][0]} and {shown(value)} in {name}")
-        if place.get("partial_rotary_factor") not in (None, 1):
-            raise ConfigError(f"partial_rotary_factor must be 1, got {shown(place['partial_rotary_factor'])}")
-    own, newer = (
-        {key: value for key, value in places[name].items() if key not in ("rope_theta", "partial_rotary_factor")}
-        for name in ("rope_scaling", "rope_parameters")
-    )
-    if own and newer and _rope_scaling(own, 1) != _rope_scaling(newer, 1):
-        raise ConfigError(f"rope_scaling {shown(own)} and rope_parameters {shown(newer)} do not agree")
-    return float(said[0][1]) if said else 10000.0, own or newer
-
-
-def _rope_scaling(raw: Mapping[str, Any] | None, context: int) -> RopeScaling | None:
-    if raw is None or raw == {}:
-        return None
-    if not isinstance(raw, Mapping):
-        raise ConfigError(f"rope_scaling must be an object, got {shown(raw)}")
+def _rope_scaling(raw: Mapping[str, Any], context: int) -> RopeScaling | None:
     kind = raw.get("rope_type", raw.get("type"))
-    if "rope_type" in raw and "type" in raw and raw["rope_type"] != raw["type"]:
-        raise ConfigError(f"rope_scaling has type {shown(raw['type'])} and rope_type {shown(raw['rope_type'])}")
+    old = raw.get("type", kind)
+    _require(old == kind, f"rope_scaling has type {shown(old)} and rope_type", kind)
     if kind == "default":
         return None
-    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
-        raise ConfigError(f"rope_scaling's rope_type must be one of {', '.join(_ROPE_KEYS)}, got {shown(kind)}")
-    values = {key: _number(raw, key, low, high) for key, (low, high) in _ROPE_KEYS[kind].items()}
-    if kind == "yarn":
-        given = {key: limits for key, limits in _YARN_OPTIONAL.items() if raw.get(key) is not None}
-        values |= {key: _number(raw, key, low, high) for key, (low, high) in given.items()}
-    original = context  # dynamic and linear scaling know no other
-    if kind in ("yarn", "llama3"):
-        default = context if kind == "yarn" else None
-        original = _integer(raw, "original_max_position_embeddings", 1, 1 << 27, default=default)
-    ordered = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-    if kind in ordered:
-        low, high = ordered[kind]
-        least, most = values.get(low, BETA_SLOW), values.get(high, BETA_FAST)
-        if not least < most:
-            raise ConfigError(f"rope_scaling needs {low} < {high}, got {least:g} and {most:g}")
-    return RopeScaling(kind, original, values, truncate=_flag(raw, "truncate", default=True))
+    _require(kind in tuple(_ROPE_KEYS), f"rope_scaling's rope_type must be one of {', '.join(_ROPE_KEYS)}, got", kind)
+    numbers = _ROPE_KEYS[kind].items()
+    values = {key: _value(raw, key, *limits) for key, limits in numbers if key in _NEEDED or raw.get(key) is not None}
+    low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+    least, most = values.get(low, BETA_SLOW), values.get(high, BETA_FAST)
+    _require(least < most, f"rope_scaling needs {low} < {high}, got {least:g} and {most:g}")
+    own = raw if kind in ("yarn", "llama3") else {}  # linear and dynamic scaling know no length but the config's
+    original = _value(own, "original_max_position_embeddings", 1, 1 << 27, None if kind == "llama3" else context)
+    return RopeScaling(kind, original, values, truncate=_value(raw, "truncate", False, True, True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -43,35 +43,17 @@ class LlamaWeights(dict[str, Tensor]):
             shapes["lm_head.weight"] = (config.vocab_size, hidden)
         super().__init__({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """As a torch module gives it."""
-        return dict(self)
-
-
-class _Linear:
-    """Linear maps of one input, run as one product."""
-
-    def __init__(self, ops: Ops, weights: list[Tensor], biases: Sequence[Tensor] = ()) -> None:
-        self.weight = ops.pack_linear(torch.cat(weights) if len(weights) > 1 else weights[0])
-        self.bias = torch.cat(list(biases)) if biases else None
-        self.ops = ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.linear(x, self.weight, self.bias)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.weight, self.bias) if x is not None)
-
 
 class _Layer:
     """One decoder layer, its weights as the backend reads them fastest; they are taken out of `weights`."""
 
     def __init__(self, weights: LlamaWeights, prefix: str, ops: Ops) -> None:
-        def linear(*names: str) -> _Linear:
+        def linear(*names: str) -> tuple[Tensor, Tensor | None]:
+            """Weight and bias of linear maps of one input, to be run as one product."""
             found = [weights.pop(f"{prefix}.{name}.weight") for name in names]
             biases = [weights.pop(key) for name in names if (key := f"{prefix}.{name}.bias") in weights]
-            return _Linear(ops, found, biases)
+            packed = ops.pack_linear(torch.cat(found) if len(found) > 1 else found[0])
+            return packed, torch.cat(biases) if biases else None
 
         self.input_norm = weights.pop(f"{prefix}.input_layernorm.weight")
         self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -79,11 +61,6 @@ class _Layer:
         self.post_attention_norm = weights.pop(f"{prefix}.post_attention_layernorm.weight")
         self.gate_up = linear("mlp.gate_proj", "mlp.up_proj")
         self.down = linear("mlp.down_proj")
-
-    @property
-    def nbytes(self) -> int:
-        norms = self.input_norm.nbytes + self.post_attention_norm.nbytes
-        return norms + sum(linear.nbytes for linear in (self.qkv, self.output, self.gate_up, self.down))
 
 
 class Llama:
@@ -93,26 +70,17 @@ class Llama:
         """Takes the parameters out of `weights` layer by layer, so that no more than one layer is held twice."""
         self.config = config
         self.ops = ops
+        self.nbytes = sum(weight.nbytes for weight in weights.values())  # of the weights as they are held
         self.layers = [_Layer(weights, f"model.layers.{i}", ops) for i in range(config.num_layers)]
         self.embedding = weights.pop("model.embed_tokens.weight")
         self.norm = weights.pop("model.norm.weight")
-        self.head = _Linear(ops, [weights.pop("lm_head.weight", self.embedding)])
-        self.rope = rope_table(config, max_positions, self.embedding.device)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights as they are held: a tied head that needs its own layout counts twice."""
-        shared = self.head.weight.data_ptr() == self.embedding.data_ptr() if not self.head.weight.is_mkldnn else False
-        head = 0 if shared else self.head.nbytes
-        return self.embedding.nbytes + self.norm.nbytes + head + sum(layer.nbytes for layer in self.layers)
+        head = weights.pop("lm_head.weight", self.embedding)
+        self.head = ops.pack_linear(head)
+        if head is self.embedding and self.head is not head:
+            self.nbytes += head.nbytes  # tied, and in a layout of its own
+        self.dtype = self.embedding.dtype
+        self.device = self.embedding.device
+        self.rope = rope_table(config, max_positions, self.device)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states after the final norm, [T, hidden_size].
@@ -126,20 +94,20 @@ class Llama:
         hidden = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for i, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            qkv = layer.qkv(hidden).view(len(input_ids), sum(heads), config.head_dim)
+            qkv = ops.linear(hidden, *layer.qkv).view(len(input_ids), sum(heads), config.head_dim)
             q, k, v = qkv.split(heads, dim=1)
             attended = attention(i, q, k, v, cos_sin)
-            hidden = layer.output(attended.flatten(1))
+            hidden = ops.linear(attended.flatten(1), *layer.output)
             hidden = ops.add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
-            gate, up = layer.gate_up(hidden).chunk(2, dim=1)
-            hidden = layer.down(ops.silu_mul(gate, up))
+            gate, up = ops.linear(hidden, *layer.gate_up).chunk(2, dim=1)
+            hidden = ops.linear(ops.silu_mul(gate, up), *layer.down)
             hidden = ops.add_rms_norm(hidden, residual, next_norm, eps)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token, [rows, vocab_size] float32, of rows of hidden states."""
-        return self.head(hidden).float()
+        return self.ops.linear(hidden, self.head).float()
 
     def exact_logits(self, hidden: Tensor) -> Tensor:
         """`logits` without the last rounding to the weights' dtype, for where they are compared; twice the work."""
-        return self.ops.linear_float32(hidden, self.head.weight)
+        return self.ops.linear_float32(hidden, self.head)

@@ -16,26 +16,23 @@ def rope_table(config: LlamaConfig, max_positions: int, device: torch.device | s
     Computed in float64. "dynamic" scaling depends on the context length; it is that of `max_positions` from the first
     token on, because keys are cached rotated and a base that grows with the sequence would leave the old ones behind.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    inverse = config.rope_theta**-exponents  # [head_dim / 2] angle per position
-    amplitude = 1.0
-    if config.rope_scaling is not None:
-        inverse, amplitude = _stretch(config, config.rope_scaling, inverse, exponents, max_positions)
+    inverse, amplitude = _angles(config, max_positions)
     angles = torch.arange(max_positions, dtype=torch.float64)[:, None] * inverse
     return (torch.cat([angles.cos(), angles.sin()], dim=1) * amplitude).to(device=device, dtype=torch.float32)
 
 
-def _stretch(
-    config: LlamaConfig, scaling: RopeScaling, inverse: Tensor, exponents: Tensor, max_positions: int
-) -> tuple[Tensor, float]:
-    """(angles per position [head_dim / 2], factor of cos and sin) under the scaling."""
-    factor = scaling.values["factor"]
-    original = scaling.original_context
+def _angles(config: LlamaConfig, max_positions: int) -> tuple[Tensor, float]:
+    """(angles per position [head_dim / 2], factor of cos and sin)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    inverse = config.rope_theta**-exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return inverse, 1.0
+    factor, original = scaling.values["factor"], scaling.original_context
     if scaling.kind == "linear":  # position interpolation, arXiv 2306.15595
         return inverse / factor, 1.0
     if scaling.kind == "dynamic":  # NTK-aware: a larger base, so that only the slow dimensions are stretched
-        length = max(max_positions, original)
-        growth = factor * length / original - (factor - 1)
+        growth = factor * max(max_positions, original) / original - (factor - 1)
         base = config.rope_theta * growth ** (config.head_dim / (config.head_dim - 2))
         return base**-exponents, 1.0
     if scaling.kind == "yarn":
