@@ -14,21 +14,23 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.arguments import Parser
 from engine.cli import add_run_flags, rates, run, run_settings, show, with_defaults
 from engine.config import EngineConfig
-from engine.console import Console, stoppable, until
+from engine.console import Console, stoppable
 from engine.errors import RequestError, TokenizerError, shown
 from engine.request import RequestOutput, SamplingParams
+from engine.settings import flags
 from engine.signals import raise_exceptions
 from engine.templates import ChatTemplate, Message, check_messages, find_template
+from engine.tokenizer import check_text
 from memory.errors import CapacityError
 from models.errors import ConfigError, ModelFormatError
 from models.files import read_object
@@ -41,28 +43,21 @@ FORMAT = "isotherm-chat-1"
 # What ends a command or a message, and not the session.
 _ERRORS = (RequestError, ConfigError, ModelFormatError, TokenizerError, CapacityError)
 
-# What /help says beside what the commands themselves do.
-HELP = '''\
-"""                begin a message of several lines, up to the next """; it may begin with /
-Ctrl-C             stop the answer; what is there of it stays'''
-
 
 def parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m engine.chat", description="Talk with a Llama model; /help lists the commands.")
     add_run_flags(parser, max_tokens=MAX_TOKENS)
     chat = parser.add_argument_group("chat")
     chat.add_argument("--system", metavar="TEXT", help="system prompt (default: the chat template's)")
-    chat.add_argument(
-        "--chat-template", metavar="NAME", help="llama2, chatml or a file (default: the checkpoint's own template)"
-    )
+    chat.add_argument("--chat-template", metavar="NAME", help="llama2, chatml or a file (default: the checkpoint's)")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    flags, settings = run_settings(args)
-    if args.system:
-        check_messages([{"role": "system", "content": args.system}], last=("system",))
+    chosen, settings = run_settings(args)
+    check_text(args.system or "", "the system prompt")
+    system = [{"role": "system", "content": args.system}] if args.system else []
     source = find_template(EngineConfig(**settings), args.chat_template)
     from engine.llm import LLM
 
@@ -70,27 +65,26 @@ def main(argv: list[str] | None = None) -> int:
     assert llm.tokenizer is not None
     llm.chat_template = ChatTemplate(source, llm.tokenizer)
     raise_exceptions()
-    params = with_defaults({"max_tokens": MAX_TOKENS} | flags, llm.generation_config, args.quiet)
-    Session(llm, params, Console(), args.system, args.quiet).run()
+    params = with_defaults({"max_tokens": MAX_TOKENS} | chosen, llm.generation_config, args.quiet)
+    Session(llm, params, Console(), system, args.quiet).run()
     return 0
 
 
+@dataclasses.dataclass
 class Session:
     """A conversation and the commands on it. Errors end the command or the message, never the session."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, console: Console, system: str | None, quiet: bool) -> None:
-        self.llm = llm
-        self.params = params
-        self.console = console
-        self.system = system or None
-        self.quiet = quiet
-        self.turns: list[Message] = []
-        self.last: RequestOutput | None = None
-        self.generated = 0  # tokens, and the seconds and tokens behind the first ones of their answers
-        self.seconds = 0.0
-        self.steps = 0
-        names = (name.removeprefix("do_") for name in vars(Session) if name.startswith("do_"))
-        self.commands: dict[str, Callable[[str], None]] = {name: getattr(self, f"do_{name}") for name in names}
+    llm: LLM
+    params: SamplingParams
+    console: Console
+    system: list[Message]  # one or none
+    quiet: bool
+    turns: list[Message] = dataclasses.field(default_factory=list)
+    generated: int = 0  # tokens, and the seconds and tokens behind the first ones of their answers
+    seconds: float = 0.0
+    steps: int = 0
+    held: int = 0  # tokens where the last answer ended, and what the cache had then
+    cache: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def run(self) -> None:
         """Until the input ends, or /exit."""
@@ -100,24 +94,19 @@ class Session:
                 f"{self.llm.config.model}: chat template {template}, context {self.llm.max_model_len} tokens. "
                 "/help lists the commands, Ctrl-D leaves"
             )
-        while self._goes_on():
-            pass
-
-    def _goes_on(self) -> bool:
-        """Read one message or command and do it; whether there may be another."""
-        try:
-            self._next()
-        except KeyboardInterrupt:
-            if not self.console.interactive:
-                raise
-            self.console.note("\nnothing was sent; /exit or Ctrl-D leaves")
-        except EOFError:
-            if self.console.interactive:
-                self.console.note("")
-            return False
-        except _ERRORS as error:
-            self.console.error(error)
-        return True
+        while True:
+            try:
+                self._next()
+            except KeyboardInterrupt:  # noqa: PERF203 - somebody types between two of them
+                if not self.console.interactive:
+                    raise
+                self.console.note("\nnothing was sent; /exit or Ctrl-D leaves")
+            except EOFError:
+                if self.console.interactive:
+                    self.console.note("")
+                return
+            except _ERRORS as error:
+                self.console.error(error)
 
     def _next(self) -> None:
         line = self.console.line("> ")
@@ -125,106 +114,98 @@ class Session:
             self._send(self._block(line.lstrip()[3:]))
         elif line.startswith("/"):
             name, _, rest = line[1:].partition(" ")
-            if name not in self.commands:
-                near = difflib.get_close_matches(name, self.commands, n=1)
+            if name not in COMMANDS:
+                near = difflib.get_close_matches(name, COMMANDS, n=1)
                 hint = f"did you mean /{near[0]}?" if near else "/help lists them."
                 raise RequestError(f'unknown command /{name}: {hint} (a message that begins with / goes between """)')
-            self.commands[name](rest.strip())
+            COMMANDS[name](self, rest.strip())
         elif line.strip():
             self._send(line)
 
     def _block(self, line: str) -> str:
         """The lines of a message up to the closing quotes."""
-        lines = []
+        lines = [line]
         try:
-            while not line.rstrip().endswith('"""'):
-                lines.append(line)
-                line = self.console.line("... ")
+            while not lines[-1].rstrip().endswith('"""'):
+                lines.append(self.console.line("... "))
         except EOFError:
             self.console.error('the """ was not closed: the message is not sent')
             raise
-        return "\n".join([*lines, line.rstrip()[:-3]]).strip("\n")
+        return "\n".join(lines).rstrip()[:-3].strip("\n")
 
     # A message and its answer.
-
-    def _messages(self) -> list[Message]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return system + self.turns
 
     def _send(self, text: str) -> None:
         """Answer a message; it and what came of the answer become turns, or neither does."""
         asked: Message = {"role": "user", "content": text}
-        ids = self.llm.chat_template.encode([*self._messages(), asked])
+        ids = self.llm.chat_template.encode([*self.system, *self.turns, asked])
         if len(ids) >= self.llm.max_model_len:
             raise RequestError(
                 f"the conversation has {len(ids)} tokens with this message, max_model_len is {self.llm.max_model_len} "
                 "with at least one for the answer; it is never cut, and the message was not added: /clear begins a new "
                 "conversation, a larger -c holds a longer one"
             )
-        with stoppable() as pressed, contextlib.closing(self.llm.stream_chat(ids, self.params)) as outputs:
-            last, times = show(until(pressed, outputs), self.console.write)
-        if last is not None:
-            self.console.write("\n")
-        if pressed.is_set() and not self.console.interactive:
-            raise KeyboardInterrupt
-        if last is not None and last.finish_reason == "error":
-            self.console.error("the model's output is not a number: there is no answer, the message is taken back")
-            return
+        outputs = self.llm.stream_chat(ids, self.params)
+        if self.console.interactive:
+            outputs = stoppable(outputs)
+        with contextlib.closing(outputs):
+            last, times = show((o for o in outputs if o.token_ids or o.finish_reason), self.console.write)
+        self.console.write("\n" if last else "")
         if last is None or (last.finish_reason is None and not last.text.strip()):
             self.console.note("stopped before the answer: the message is taken back")
-            return
-        self.turns += [asked, {"role": "assistant", "content": last.text}]
-        self.last = last
-        self._report(last, times)
+        elif last.finish_reason == "error":
+            self.console.error("the model's output is not a number: there is no answer, the message is taken back")
+        else:
+            self.turns += [asked, {"role": "assistant", "content": last.text}]
+            self._report(last, times)
 
     def _report(self, last: RequestOutput, times: list[float]) -> None:
-        speed = rates(times, len(last.prompt_token_ids))
-        self.generated += len(last.token_ids)
+        asked, said, limit = len(last.prompt_token_ids), len(last.token_ids), self.llm.max_model_len
+        self.held, self.cache = asked + said, last.cache_report
+        self.generated += said
         self.steps += len(times) - 2
         self.seconds += times[-1] - times[1]
         if last.finish_reason is None:
             self.console.note("stopped: the answer so far is kept")
+        elif last.finish_reason == "length" and self.held >= limit:
+            self.console.note(f"cut: the conversation fills max_model_len of {limit} tokens; /clear, or a larger -c")
         elif last.finish_reason == "length":
-            used, limit = len(last.prompt_token_ids) + len(last.token_ids), self.llm.max_model_len
-            why = f"/set max_tokens allows more than {self.params.max_tokens} tokens"
-            if used >= limit:
-                why = f"the conversation fills max_model_len of {limit} tokens; /clear, or a larger -c"
-            self.console.note(f"cut: {why}")
+            self.console.note(f"cut: /set max_tokens allows more than {self.params.max_tokens} tokens")
         if not self.quiet:
+            speed = rates(times, asked)
             decode = f", {speed['decode_tok_s']:.1f} tok/s" if speed["decode_tok_s"] else ""
-            self.console.note(
-                f"[{len(last.token_ids)} tokens{decode}, TTFT {speed['ttft_s'] * 1e3:.0f} ms, "
-                f"prompt {len(last.prompt_token_ids)} tokens]"
-            )
+            ttft = speed["ttft_s"] * 1e3
+            self.console.note(f"[{said} tokens{decode}, TTFT {ttft:.0f} ms, prompt {asked} tokens]")
 
     # The commands, by name. /help shows their docstrings.
 
     def do_help(self, rest: str) -> None:
-        """/help              this list"""
-        self.console.note("\n".join([*dict.fromkeys(str(do.__doc__) for do in self.commands.values()), HELP]))
+        '''/help              this list
+        """                begin a message of several lines, up to the next """; it may begin with /
+        Ctrl-C             stop the answer; what is there of it stays'''
+        self.console.note("\n".join(dict.fromkeys(str(inspect.getdoc(do)) for do in COMMANDS.values())))
 
     def do_system(self, text: str) -> None:
         """/system [TEXT]     show or set the system prompt; "" is none"""
         if text:
-            check_messages([{"role": "system", "content": text}], last=("system",))
-            self.system = None if text == '""' else text
-        self.console.note(f"system prompt: {self.system or 'the template decides'}")
+            check_text(text, "the system prompt")
+            self.system = [] if text == '""' else [{"role": "system", "content": text}]
+        self.console.note(f"system prompt: {self.system[0]['content'] if self.system else 'the template decides'}")
 
     def do_set(self, rest: str) -> None:
         """/set [NAME VALUE]  show or set how answers are chosen, as /set temperature 0.7"""
-        fields = {field.name: field for field in dataclasses.fields(SamplingParams) if field.metadata}
+        known = {flag.name: flag for flag in flags(SamplingParams)}
         if rest:
             name, _, value = rest.partition(" ")
-            if name not in fields or not value:
-                raise RequestError(f"/set takes a name and a value; names: {', '.join(fields)}; got {shown(rest)}")
-            optional = fields[name].default is None
+            if name not in known or not value:
+                raise RequestError(f"/set takes a name and a value; names: {', '.join(known)}; got {shown(rest)}")
+            optional = known[name].default is None
             try:
-                parsed = None if optional and value == "none" else fields[name].metadata["parse"](value)
+                parsed: Any = None if optional and value == "none" else known[name].parse(value)
             except ValueError:
                 raise RequestError(f"{name} must be a number, got {shown(value)}") from None
-            changes: dict[str, Any] = {name: parsed}
-            self.params = dataclasses.replace(self.params, **changes)
-        self.console.note(", ".join(f"{name} {getattr(self.params, name)}" for name in fields))
+            self.params = dataclasses.replace(self.params, **{name: parsed})
+        self.console.note(", ".join(f"{name} {getattr(self.params, name)}" for name in known))
 
     def do_clear(self, rest: str) -> None:
         """/clear             begin a new conversation; the system prompt stays"""
@@ -234,7 +215,7 @@ class Session:
     def do_save(self, name: str) -> None:
         """/save FILE         write the conversation to a file that only you can read"""
         file = _file(name, "/save")
-        saved = {"format": FORMAT, "model": self.llm.config.model, "messages": self._messages(),
+        saved = {"format": FORMAT, "model": self.llm.config.model, "messages": self.system + self.turns,
                  "settings": dataclasses.asdict(self.params)}  # fmt: skip
         try:
             if file.exists() and not file.is_file():
@@ -259,8 +240,8 @@ class Session:
         messages: Any = saved.get("messages")
         if messages != []:
             check_messages(messages, last=("assistant", "system"))
-        system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
-        self.system, self.params, self.turns = system or None, params, messages
+        self.system = [message for message in messages if message["role"] == "system"]
+        self.params, self.turns = params, messages[len(self.system) :]
         self.console.note(f"loaded {len(self.turns)} messages from {file}")
         if saved.get("model") != self.llm.config.model:
             self.console.note(f"they are of another model: {shown(saved.get('model'))}")
@@ -268,13 +249,11 @@ class Session:
     def do_stats(self, rest: str) -> None:
         """/stats             tokens, speed and memory"""
         stats = self.llm.stats()
-        cache = self.last.cache_report["resident_bytes"] if self.last else 0
-        held = len(self.last.prompt_token_ids) + len(self.last.token_ids) if self.last else 0
-        warm = self.last.cache_report["warm_tokens"] if self.last else 0
+        cache, warm = (self.cache.get(key, 0) for key in ("resident_bytes", "warm_tokens"))
         compressed = f" ({warm} tokens compressed)" if warm else ""
         speed = f", {self.steps / self.seconds:.1f} tok/s" if self.seconds else ""
         self.console.note(
-            f"{len(self.turns) // 2} turns; the last answer ended at {held} of {stats['max_model_len']} tokens\n"
+            f"{len(self.turns) // 2} turns; the last answer ended at {self.held} of {stats['max_model_len']} tokens\n"
             f"{self.generated} tokens generated in this session{speed}\n"
             f"KV cache {cache / 1e6:.1f} MB{compressed} of {stats['kv_capacity_bytes'] / 1e6:.1f} MB, weights "
             f"{stats['weights_bytes'] / 1e6:.1f} MB, peak memory {stats['peak_rss_bytes'] / 1e9:.2f} GB"
@@ -287,6 +266,9 @@ class Session:
     do_quit = do_exit
 
 
+COMMANDS = {name.removeprefix("do_"): do for name, do in vars(Session).items() if name.startswith("do_")}
+
+
 def _file(name: str, command: str) -> Path:
     if not name or "\0" in name:
         raise RequestError(f"{command} takes the name of a file")
@@ -296,16 +278,11 @@ def _file(name: str, command: str) -> Path:
 def _write_atomically(file: Path, text: str) -> None:
     """The whole file or none of it, for the owner alone."""
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as directory:
-        temporary = os.path.join(directory, file.name)
-        with open(temporary, "x", encoding="utf-8", newline="\n", opener=_for_the_owner) as stream:
+        with tempfile.NamedTemporaryFile("w", dir=directory, delete=False, encoding="utf-8", newline="\n") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, file)
-
-
-def _for_the_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+        os.replace(stream.name, file)
 
 
 if __name__ == "__main__":

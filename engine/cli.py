@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import secrets
 import sys
@@ -15,6 +14,7 @@ from typing import Any, NoReturn
 from engine.config import EngineConfig
 from engine.errors import RequestError, TokenizerError
 from engine.request import RequestOutput, SamplingParams
+from engine.settings import flags
 from engine.signals import exit_at_once
 from memory.errors import CapacityError
 from models.errors import ConfigError, ModelFormatError
@@ -35,21 +35,16 @@ EXIT_CODES: dict[int, tuple[type[BaseException], ...]] = {
 
 
 def add_flags(parser: argparse._ActionsContainer, config: type[Any], **defaults: Any) -> None:
-    """A flag for every field of the dataclass that `engine.config.flag` made; absent flags leave no attribute.
-
-    defaults: what the help says in place of the fields' own.
-    """
-    for field in dataclasses.fields(config):
-        if not field.metadata:
-            continue
-        parse = field.metadata["parse"]
-        metavar = field.metadata["metavar"] or field.name.rsplit("_", 1)[-1].upper()
+    """The flags of a settings class; absent ones leave no attribute. defaults: what the help says in place of the
+    fields' own."""
+    switch: dict[str, Any] = {"action": "store_true"}
+    for flag in flags(config):
         parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            *field.metadata["names"],
+            f"--{flag.name.replace('_', '-')}",
+            *flag.names,
             default=argparse.SUPPRESS,
-            help=field.metadata["help"].replace("%(default)s", str(defaults.get(field.name, field.default))),
-            **({"action": "store_true"} if parse is bool else {"type": _argument(parse), "metavar": metavar}),
+            help=flag.help.replace("%(default)s", str(defaults.get(flag.name, flag.default))),
+            **(switch if flag.parse is bool else {"type": _argument(flag.parse), "metavar": flag.metavar}),
         )
 
 

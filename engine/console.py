@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from threading import Event
 from types import FrameType
 
@@ -14,6 +14,8 @@ from engine.request import RequestOutput
 
 # C0 and C1 controls but tab and newline: to a terminal they are commands, and no text may command it.
 _CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd") | {9: "\t", 10: "\n", 13: ""}
+
+Outputs = Generator[RequestOutput, None, None]
 
 
 class Console:
@@ -23,29 +25,21 @@ class Console:
     def __init__(self) -> None:
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # refused as a message, not here
         self.interactive = sys.stdin.isatty()
-        colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        self._dim, self._plain = ("\x1b[2m", "\x1b[0m") if colours and sys.stderr.isatty() else ("", "")
-        self._prompts = self.interactive and sys.stdout.isatty()
-        if self._prompts:
+        colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and sys.stderr.isatty()
+        self._dim, self._plain = ("\x1b[2m", "\x1b[0m") if colours else ("", "")
+        if self.interactive and sys.stdout.isatty():
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401 - input() then knows the arrow keys and earlier lines
 
     def line(self, prompt: str) -> str:
         """The next line, without its end. Raises EOFError at the end of the input."""
-        if self._prompts:
-            return input(prompt)
-        if self.interactive:  # stdout is somewhere else
-            sys.stderr.write(prompt)
-            sys.stderr.flush()
-        line = sys.stdin.readline()
-        if not line:
-            raise EOFError
-        return line.removesuffix("\n").removesuffix("\r")
+        # Where stdout is somewhere else, the prompt goes to stderr.
+        with contextlib.redirect_stdout(sys.stdout if sys.stdout.isatty() else sys.stderr):
+            return input(prompt if self.interactive else "").removesuffix("\r")
 
     def write(self, text: str) -> None:
         """A part of the conversation."""
-        sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
-        sys.stdout.flush()
+        print(text.translate(_CONTROLS) if sys.stdout.isatty() else text, end="", flush=True)
 
     def note(self, text: str) -> None:
         print(f"{self._dim}{text.translate(_CONTROLS)}{self._plain}", file=sys.stderr, flush=True)
@@ -54,11 +48,9 @@ class Console:
         print(f"error: {error}".translate(_CONTROLS), file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def stoppable() -> Iterator[Event]:
-    """Ctrl-C during an answer sets the event. While the model computes it is KeyboardInterrupt, at once: that step then
-    counts as not done. Anywhere else an exception could lose pages of the cache, so it waits for the next moment
-    between steps."""
+def stoppable(outputs: Outputs) -> Outputs:
+    """The outputs up to Ctrl-C. While the model computes it is KeyboardInterrupt, at once: that step then counts as not
+    done. Anywhere else an exception could lose pages of the cache, so it waits for the next moment between steps."""
     pressed = Event()
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
@@ -70,19 +62,10 @@ def stoppable() -> Iterator[Event]:
 
     before = signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield pressed
+        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
+            for output in outputs:
+                yield output
+                if pressed.is_set():
+                    return
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def until(pressed: Event, outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
-    """The outputs that bring a token or the end, up to Ctrl-C."""
-    try:
-        for output in outputs:
-            if output.token_ids or output.finish_reason:
-                yield output
-            if pressed.is_set():
-                return
-    except KeyboardInterrupt:
-        if not pressed.is_set():
-            raise

@@ -25,105 +25,75 @@ _MEMORY = 256 << 20
 _WALL_SECONDS = 60.0  # on a machine with better things to do
 _START = "import sys; sys.path[:0] = sys.argv[1:]; from engine.jinja_worker import work; work()"
 
+Conversation = list[dict[str, str]]
 
-def render(
-    template: str, conversations: list[list[dict[str, str]]], variables: dict[str, str], origin: str
-) -> list[str]:
+
+def render(template: str, conversations: list[Conversation], variables: dict[str, str], origin: str) -> list[str]:
     """The conversations as text, each with the beginning of the next answer.
 
     Raises RequestError with the template's own words if it refuses them; ConfigError naming `origin` if it is broken
     or exceeds a limit.
     """
     root = str(Path(__file__).resolve().parent.parent)
-    command = [sys.executable, "-I", "-S", "-c", _START, root, *filter(None, sys.path)]
-    job = json.dumps({"template": template, "conversations": conversations, "variables": variables})
+    command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", _START, root, *filter(None, sys.path)]
+    job = json.dumps({"template": template, "conversations": conversations, "variables": variables}).encode()
     try:
         # A session of its own: Ctrl-C is not for it.
-        done = subprocess.run(
-            command, input=job.encode(), capture_output=True, timeout=_WALL_SECONDS, start_new_session=True
-        )
+        done = subprocess.run(command, input=job, capture_output=True, timeout=_WALL_SECONDS, start_new_session=True)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{origin}: the chat template was not done after {_WALL_SECONDS:.0f} s") from None
     if done.returncode == -signal.SIGPROF:
         raise ConfigError(f"{origin}: the chat template computes for more than {SECONDS:.0f} s")
-    try:
-        result = json.loads(done.stdout)
-    except ValueError:
+    if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ConfigError(f"{origin}: rendering the chat template ended with {done.returncode}: {last}") from None
-    if "refused" in result:
-        raise RequestError(f"the chat template refuses this conversation: {result['refused']}")
-    if "broken" in result:
-        raise ConfigError(f"{origin}: the chat template fails: {result['broken']}")
-    return list(result["texts"])
+        kind, _, words = last.partition(": ")
+        if kind == RequestError.__name__:
+            raise RequestError(words)
+        raise ConfigError(f"{origin}: the chat template fails: {last or f'its process ended with {done.returncode}'}")
+    return list(json.loads(done.stdout))
 
 
 def work() -> None:
-    """The process: a job on stdin, its result on stdout."""
-    job = json.load(sys.stdin)
+    """The process: a job on stdin, its result on stdout; or what is wrong with the template on stderr."""
+    job = sys.stdin.read()
     import jinja2  # its import is not the template's time
 
-    _limit(len(json.dumps(job)))
-    try:
-        result: dict[str, Any] = {"texts": render_here(**job)}
-    except _Refused as error:
-        result = {"refused": _short(error)}
-    except (MemoryError, RecursionError) as error:
-        result = {"broken": f"{type(error).__name__}: it needs too much memory"}
-    except jinja2.TemplateSyntaxError as error:
-        result = {"broken": f"line {error.lineno}: {_short(error)}"}
-    except Exception as error:  # whatever an expression can raise
-        result = {"broken": f"{type(error).__name__}: {_short(error)}"}
-    sys.stdout.write(json.dumps(result))
-
-
-class _Refused(Exception):
-    """What a template said to raise_exception."""
-
-
-def _limit(size: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process, also within C code
     with contextlib.suppress(ImportError, ValueError, OSError):  # not every system knows this limit
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY + 16 * size,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY + 16 * len(job),) * 2)
+    try:
+        texts = render_here(**json.loads(job))
+    except Exception as error:  # whatever an expression can raise
+        kind = f"line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else type(error).__name__
+        memory = isinstance(error, MemoryError | RecursionError)
+        reason = "it needs too much memory" if memory else str(error)[:300].replace("\n", " ")
+        sys.exit(f"{kind}: {reason}")
+    sys.stdout.write(json.dumps(texts))
 
 
-def _short(error: Exception) -> str:
-    text = str(error)
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
-def render_here(template: str, conversations: list[list[dict[str, str]]], variables: dict[str, str]) -> list[str]:
+def render_here(template: str, conversations: list[Conversation], variables: dict[str, str]) -> list[str]:
     """With the settings, filters and functions that Transformers gives."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    now = datetime.datetime.now()  # the same in all renderings, which are compared
-
     def raise_exception(message: str) -> NoReturn:
-        raise _Refused(message)
+        raise RequestError(f"the chat template refuses this conversation: {message}")
 
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime}
-    compiled = environment.from_string(template)
+    now = datetime.datetime.now()  # the same in all renderings, which are compared
+    jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    jinja.filters["tojson"] = tojson
+    jinja.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime}
+    compiled = jinja.from_string(template)
     texts = []
     for messages in conversations:
-        most = CHARACTERS + sum(len(message["content"]) for message in messages)
-        pieces, length = [], 0
-        for piece in compiled.generate(
-            **variables, messages=messages, tools=None, documents=None, add_generation_prompt=True
-        ):
-            pieces.append(piece)
-            length += len(piece)
-            if length > most:
-                raise ValueError(f"it writes more than {CHARACTERS:,} characters beside the messages")
-        texts.append("".join(pieces))
+        text = compiled.render(**variables, messages=messages, tools=None, documents=None, add_generation_prompt=True)
+        if len(text) > CHARACTERS + sum(len(message["content"]) for message in messages):
+            raise ValueError(f"it writes more than {CHARACTERS:,} characters beside the messages")
+        texts.append(text)
     return texts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import os
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -29,6 +30,8 @@ from models.errors import ConfigError
 
 Prompt = str | list[int]
 
+log = logging.getLogger("isotherm")
+
 
 class LLM:
     """A model, its cache and the requests in flight. One thread at a time; several `LLM`s may live in one process."""
@@ -49,6 +52,7 @@ class LLM:
         self._engine = engine
         self._progress = progress
         self._num_failed = 0
+        self._out_of_memory = False  # in the last step
         self.tokenizer = engine.tokenizer
         self.max_model_len = engine.max_model_len
         self.generation_config = engine.generation_config
@@ -99,9 +103,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """One answer as it grows; each output has the whole text so far, the last one a finish_reason."""
-        params = _checked(params)
-        if params.n != 1:
-            raise RequestError(f"stream gives one answer: n must be 1, got {params.n}")
+        params = _checked(params, "stream gives one answer")
         request = self._request(self._one_prompt(prompt), params)
         yield from self._stream(request)
 
@@ -127,51 +129,39 @@ class LLM:
 
         messages may also be what `chat_template.encode` made of them.
         """
-        params = _checked(params)
-        if params.n != 1:
-            raise RequestError(f"chat gives one answer: n must be 1, got {params.n}")
+        params = _checked(params, "chat gives one answer")
         template = self.chat_template
         prompt: Any = messages
         if not (isinstance(messages, list) and messages and type(messages[0]) is int):
             prompt = template.encode(prompt)
-        request = self._request(self._one_prompt(prompt), params)
-        if not params.ignore_eos:
-            request.eos_ids |= template.end_ids
+        request = self._request(self._one_prompt(prompt), params, end_ids=template.end_ids)
         yield from self._stream(request, every_step=True)
 
     def _stream(self, request: Request, every_step: bool = False) -> Generator[RequestOutput, None, None]:
-        """Its outputs, one for every token; with every_step also while the prompt is read."""
-        with self._in_engine([request]):
-            for _ in self._read_prompt(request):
-                if every_step:
-                    yield request.output()
-            seen = request.num_prompt_tokens
+        """Its outputs, one for every token; with every_step also while the prompt is read, which has a bar where it
+        takes over a second."""
+        seen = total = request.num_prompt_tokens
+        bar = Progress(total=total, desc="Reading", unit="token", delay=1.0, shown=self._progress)
+        with self._in_engine([request]), bar:
             while True:
                 # Other calls may have advanced it too.
-                while request.finish_reason is None and len(request.tokens) == seen:
+                if request.finish_reason is None and len(request.tokens) == seen:
                     self._advance()
+                    bar.update(min(request.sequence.length, total) - bar.n)
+                if request.finish_reason or len(request.tokens) > seen:
+                    bar.close()
+                elif not every_step or seen > total:
+                    continue
                 seen = len(request.tokens)
                 output = request.output()
                 yield output
                 if output.finish_reason is not None:
                     return
 
-    def _read_prompt(self, request: Request) -> Iterator[None]:
-        """Advance a request to its first token, with a bar where that takes over a second; yields between steps."""
-        total = request.num_prompt_tokens
-        with Progress(total=total, desc="Reading", unit="token", delay=1.0, shown=self._progress) as bar:
-            while request.finish_reason is None and len(request.tokens) == total:
-                self._advance()
-                bar.update(request.sequence.length - bar.n)
-                if request.finish_reason is None and len(request.tokens) == total:
-                    yield
-
     def score(self, prompts: str | list[str] | list[list[int]]) -> list[np.ndarray]:
         """Natural log-probability of every token after the first, for each prompt: float32 arrays of length n - 1."""
-        requests = [
-            self._request(tokens, SamplingParams(temperature=0.0, max_tokens=1), scores=[])
-            for tokens in self._prompts(prompts)
-        ]
+        params = SamplingParams(temperature=0.0, max_tokens=1)
+        requests = [self._request(tokens, params, scores=[]) for tokens in self._prompts(prompts)]
         with self._in_engine(requests):
             while any(request.finish_reason is None for request in requests):
                 self._advance()
@@ -180,8 +170,7 @@ class LLM:
     def logits(self, prompt: Prompt) -> Generator[torch.Tensor, None, None]:
         """Logits of the token after each token of the prompt, as the engine computes them: one [tokens, vocab_size]
         float32 tensor on the model's device for every step, whose length is that of the step's chunk."""
-        tokens = self._one_prompt(prompt)
-        request = self._request(tokens, SamplingParams(temperature=0.0, max_tokens=1), scores=[])
+        request = self._request(self._one_prompt(prompt), SamplingParams(temperature=0.0, max_tokens=1), scores=[])
         request.every_logit = True
         with self._in_engine([request]):
             while request.finish_reason is None:
@@ -189,12 +178,13 @@ class LLM:
                 yield from request.scores or []
                 request.scores = []
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
-        """Queue a request; `step` advances it. Raises RequestError if it can never be served."""
-        params = _checked(params)
-        if params.n != 1:
-            raise RequestError(f"add_request takes n = 1, got {params.n}; add the prompt n times")
-        request = self._request(self._one_prompt(prompt), params)
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, end_ids: frozenset[int] = frozenset()
+    ) -> int:
+        """Queue a request; `step` advances it. end_ids: tokens that end the answer as EOS does (those of
+        `chat_template`). Raises RequestError if it can never be served."""
+        params = _checked(params, "add_request takes one answer")
+        request = self._request(self._one_prompt(prompt), params, end_ids=end_ids)
         request.stepped = True
         self._add(request)
         return request.id
@@ -225,14 +215,19 @@ class LLM:
             "num_requests_running": len(self._scheduler.running),
             "num_requests_waiting": len(self._scheduler.waiting),
             "num_requests_failed": self._num_failed,  # that ended with finish_reason "error"
+            "num_preemptions": self._scheduler.num_preemptions,
+            "num_prompt_tokens": self._scheduler.num_prompt_tokens,  # of all requests that were begun
+            "num_cached_tokens": self._scheduler.num_cached_tokens,  # of these, found in the cache
+            "prefix_tree_depth": 0 if self._cache.prefixes is None else self._cache.prefixes.tree.depth,
             "weights_bytes": self._model.nbytes,
             "kv_resident_bytes": self._cache.resident_bytes,
+            "kv_prefix_bytes": self._cache.prefix_bytes,  # of the resident ones, that no running request holds
             "kv_capacity_bytes": self._cache.capacity_bytes,
             "kv_shared_bytes": self._cache.shared_bytes,  # of the resident ones
             "kv_cold_bytes": 0,
             "kv_moves": self._cache.num_moves,
             "kv_bytes_per_token": self._cache.config.token_bytes,
-            "kv_cache_usage": 1 - self._cache.num_free_pages / self._cache.config.num_pages,
+            "kv_cache_usage": 1 - self._cache.idle_units() / self._cache.config.num_units,  # by running requests
             "max_model_len": self.max_model_len,
             "peak_rss_bytes": peak_rss_bytes(),
         }
@@ -243,14 +238,26 @@ class LLM:
         schedule = self._scheduler.schedule()
         if not schedule.requests:
             return
-        logits, scores = self._runner.forward(schedule)
+        try:
+            logits, scores = self._runner.forward(schedule)
+        except torch.OutOfMemoryError:
+            # The pages are the pool's, but a step has tensors of its own: with fewer requests they may fit.
+            tried, self._out_of_memory = self._out_of_memory, True
+            if self._scheduler.preempt():
+                most = self._scheduler.max_num_seqs = len(self._scheduler.running)
+                log.warning("out of memory in a step: at most %d requests are computed together from now on", most)
+            elif tried:
+                self._finish(schedule.requests[0], "error")
+                self._out_of_memory = False
+            return
+        self._out_of_memory = False
         rows = iter(logits)
         for request, count, scored in zip(schedule.requests, schedule.counts, scores, strict=True):
             ready = count == request.num_pending
             row = next(rows) if ready else None
             token = None if row is None or scored is not None else self._choose(request, row)
             try:
-                self._cache.commit(request.sequence, count)
+                self._scheduler.commit(request, count)
                 if scored is not None and request.scores is not None:
                     request.scores.append(scored)
                 if ready:
@@ -320,7 +327,13 @@ class LLM:
         every = [replace(params, n=1, seed=seed) for seed in seeds]
         return [self._request(list(tokens), own) for tokens in self._prompts(prompts) for own in every]
 
-    def _request(self, tokens: list[int], params: SamplingParams, scores: list[torch.Tensor] | None = None) -> Request:
+    def _request(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        scores: list[torch.Tensor] | None = None,
+        end_ids: frozenset[int] = frozenset(),
+    ) -> Request:
         length = len(tokens)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need the tokenizer; skip_tokenizer_init is set")
@@ -345,7 +358,7 @@ class LLM:
             tokens=tokens,
             num_prompt_tokens=length,
             max_tokens=min(params.max_tokens, self.max_model_len - length) if scores is None else 0,
-            eos_ids=frozenset() if params.ignore_eos else self._eos_ids,
+            eos_ids=frozenset() if params.ignore_eos else self._eos_ids | end_ids,
             generator=generator,
             detokenizer=Detokenizer(self.tokenizer, tokens) if self.tokenizer and scores is None else None,
             scores=scores,
@@ -377,9 +390,11 @@ class LLM:
                 self.abort(request.id)
 
 
-def _checked(params: SamplingParams | None) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
+def _checked(params: SamplingParams | None, one: str | None = None) -> SamplingParams:
+    """one: what to say of an n above 1 where it cannot be."""
+    params = SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise RequestError(f"params must be one SamplingParams for all prompts, got {shown(params)}")
+    if one and params.n != 1:
+        raise RequestError(f"{one}: n must be 1, got {params.n}")
     return params

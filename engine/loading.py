@@ -77,7 +77,7 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     load_weights(weights, tensors, dtype, device, bar, config.check_tensors)
     return Engine(
         model=Llama(model_config, weights, ops, max_model_len),
-        cache=KVCache(cache_config, dtype, device, ops),
+        cache=_cache(cache_config, model_config, dtype, device, ops),
         ops=ops,
         tokenizer=tokenizer,
         eos_ids=frozenset(eos_ids + (tokenizer.eos_ids if tokenizer else ())),
@@ -95,9 +95,14 @@ def second_cache(engine: Engine, config: EngineConfig) -> Engine:
             f"max_model_len {max_model_len} is more than the {engine.max_model_len} the model was loaded for"
         )
     cache_config = _cache_config(config, model.config, 0, model.device, model.dtype)
-    return replace(
-        engine, cache=KVCache(cache_config, model.dtype, model.device, engine.ops), max_model_len=max_model_len
-    )
+    cache = _cache(cache_config, model.config, model.dtype, model.device, engine.ops)
+    return replace(engine, cache=cache, max_model_len=max_model_len)
+
+
+def _cache(config: CacheConfig, model: LlamaConfig, dtype: torch.dtype, device: torch.device, ops: Ops) -> KVCache:
+    """An empty cache; whatever makes keys and values differ is part of what its prefixes are kept under."""
+    fingerprint = repr((model, dtype, config.page_size)).encode()
+    return KVCache(config, dtype, device, ops, fingerprint=fingerprint)
 
 
 def _tokenizer(config: EngineConfig, path: Path, model: LlamaConfig) -> Tokenizer:
@@ -157,6 +162,10 @@ def _cache_config(
             page_size=config.page_size,
             tiers=_tiers(config, model, max_model_len),
             poison=bool(os.environ.get("ISOTHERM_DEBUG_POISON")),
+            prefix_caching=config.enable_prefix_caching,
+            eviction_policy=config.eviction_policy,
+            max_prefix_children=config.max_prefix_children,
+            max_prefix_depth=config.max_prefix_depth,
         )
     except ValueError as error:
         raise CapacityError(f"the KV cache is too small: {error}; use a larger --kv-cache-memory") from None

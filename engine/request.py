@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.config import flag
-from engine.errors import RequestError, shown
+from engine.errors import RequestError
+from engine.settings import Accepts, check, integer, number, one_of
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -22,23 +22,19 @@ class SamplingParams:
     Raises RequestError naming the parameter, got and wanted.
     """
 
-    max_tokens: int = flag(
-        128, "tokens to generate at most (default: %(default)s)", "-n", "--max-new-tokens", parse=int
-    )
-    temperature: float = flag(1.0, "0 is greedy (default: %(default)s)", "--temp", parse=float)
-    top_p: float = flag(
-        1.0, "keep the most likely tokens up to this probability (default: %(default)s, all)", parse=float
-    )
-    top_k: int = flag(0, "keep this many most likely tokens (default: 0, all)", parse=int)
-    min_p: float = flag(0.0, "drop tokens below this share of the most likely one's probability", parse=float)
-    repetition_penalty: float = flag(
-        1.0, "divide the logits of tokens seen (default: 1, off)", "--repeat-penalty", parse=float
-    )
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
-    seed: int | None = flag(None, "makes sampling repeatable", "-s", parse=int)
+    seed: int | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
     n: int = 1
+    cache_salt: str = ""  # cached prefixes serve requests of the same salt only
+    exact_prefix: bool = False  # use cached prefixes only as far as they were computed by an exact cache
 
     def __post_init__(self) -> None:
         stop: Any = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
@@ -46,27 +42,22 @@ class SamplingParams:
         if not right or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in stop):
             raise RequestError(f"stop must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
         object.__setattr__(self, "stop", tuple(stop))
-        if type(self.ignore_eos) is not bool:
-            raise RequestError(f"ignore_eos must be True or False, got {shown(self.ignore_eos)}")
-        self._check("max_tokens", int, 1, 1 << 30)
-        self._check("temperature", float, 0, 100)
-        self._check("top_p", float, math.ulp(0.0), 1.0, "above 0 up to 1")
-        self._check("top_k", int, 0, 1 << 30)
-        self._check("min_p", float, 0, 1)
-        self._check("repetition_penalty", float, 0.01, 100)
-        self._check("seed", int, 0, (1 << 63) - 1, optional=True)
-        self._check("logprobs", int, 0, 20, optional=True)
-        self._check("n", int, 1, 16)
+        check(self, _CHECKS, RequestError)
 
-    def _check(self, name: str, kind: type, least: float, most: float, text: str = "", optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Written as "accept only if", so that NaN is refused.
-        if not (number and (kind is float or isinstance(value, int)) and least <= value <= most):
-            noun = "an integer" if kind is int else "a number"
-            raise RequestError(f"{name} must be {noun} {text or f'from {least} to {most}'}, got {shown(value)}")
+
+_CHECKS: dict[str, Accepts] = {
+    **dict.fromkeys(("ignore_eos", "exact_prefix"), one_of(True, False)),
+    "max_tokens": integer(1, 1 << 30),
+    "temperature": number(0, 100),
+    "top_p": number(math.ulp(0.0), 1.0, "above 0 up to 1"),
+    "top_k": integer(0, 1 << 30),
+    "min_p": number(0, 1),
+    "repetition_penalty": number(0.01, 100),
+    "seed": integer(0, (1 << 63) - 1),
+    "logprobs": integer(0, 20),
+    "n": integer(1, 16),
+    "cache_salt": ("a text of at most 128 characters", lambda value: isinstance(value, str) and len(value) <= 128),
+}
 
 
 @dataclass(frozen=True, slots=True)

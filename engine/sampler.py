@@ -39,8 +39,7 @@ def _penalise(logits: Tensor, history: list[int], penalty: float) -> Tensor:
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Zero but for the smallest set of most likely tokens that holds top_p (arXiv 1904.09751); never empty."""
     ordered, order = probabilities.sort(descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered
-    drop = before >= top_p
+    drop = ordered.cumsum(-1) - ordered >= top_p
     drop[0] = False  # a top_p that is 0 in float32
     return probabilities.index_fill(0, order[drop], 0.0)
 

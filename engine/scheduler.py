@@ -1,8 +1,16 @@
-"""Which tokens of which requests are computed next. First come, first served; deals in plain Python only.
+"""Which tokens of which requests are computed next; deals in plain Python only.
 
-A request is admitted when the pool holds the most that it and all admitted ones can grow to, so that no admitted one
-ever runs out of pages. A step computes one token of each request that is generating, and fills what is left of the
-token budget with chunks of prompts.
+    waiting ──admit──> running ──finish──> gone
+            <─preempt─
+
+First come, first served: a request is admitted when what is cached of it, what is free, and prefixes that nobody holds
+make room for its tokens so far. A step computes one token of each request that is generating and fills what is left of
+the token budget with chunks of prompts: half of it for the shortest, so that none waits behind a long one, the rest in
+the order of arrival. A request whose next page an older one is about to compute waits for that page instead.
+
+When the pool runs out, the newest request is preempted: its pages stay as a prefix while there is place, and it waits,
+first in line, for what all its tokens will take. So the oldest request always advances, and none is lost. A request
+that is alone is compressed to fit, and with `kv_budget` all are, before any is preempted.
 """
 
 from __future__ import annotations
@@ -15,7 +23,9 @@ import torch
 
 from engine.request import RequestOutput, SamplingParams
 from engine.tokenizer import Detokenizer
-from memory.cache import CachedSequence, KVCache
+from memory.cache import KVCache
+from memory.frames import OutOfPages
+from memory.prefix import CachedSequence
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +49,9 @@ class Request:
     every_logit: bool = False  # what is scored is all the logits, not the log-probabilities of the prompt's tokens
     stepped: bool = False  # its outputs are what `LLM.step` returns
     sequence: CachedSequence = field(default_factory=CachedSequence)
+    num_cached_tokens: int | None = None  # of the prompt, that were found in the cache; None before its first step
+    num_preemptions: int = 0
+    private: bool = False  # what it computes is not to be built on
     text: str = ""
     shown: int = 0  # characters of the text that cannot become part of a stop string
     logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -48,6 +61,11 @@ class Request:
     @property
     def num_pending(self) -> int:
         return len(self.tokens) - self.sequence.length
+
+    @property
+    def shares(self) -> bool:
+        """Whether it uses what is cached and leaves something: one that is scored computes all of its tokens."""
+        return self.scores is None and not self.private
 
     @property
     def most_tokens(self) -> int:
@@ -74,7 +92,7 @@ class Request:
             text=self.text if self.finish_reason else self.text[: self.shown],
             finish_reason=self.finish_reason,
             logprobs=None if self.params.logprobs is None else list(self.logprobs),
-            num_cached_tokens=0,
+            num_cached_tokens=self.num_cached_tokens or 0,
             cache_report=self.cache_report,
             request_id=self.id,
         )
@@ -103,6 +121,9 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of requests that were begun
+        self.num_cached_tokens = 0  # of these, that were found in the cache
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -110,48 +131,129 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """The next step; empty when there is nothing to do."""
         self._admit()
+        while True:
+            requests, counts, num_decodes = self._choose()
+            lengths = [request.sequence.length + count for request, count in zip(requests, counts, strict=True)]
+            pairs = [(request.sequence, length) for request, length in zip(requests, lengths, strict=True)]
+            missing = sum(self.cache.missing_pages(*pair) for pair in pairs)
+            growing = [sequence for sequence, length in pairs if self.cache.outgrows(sequence, length)]
+            budgeted = self.cache.config.tiers is not None and self.cache.config.tiers.budget is not None
+            squeezed = self.running if budgeted or len(self.running) == 1 else []
+            try:
+                self.cache.make_room(missing, [request.sequence for request in squeezed], growing)
+                break
+            except OutOfPages:
+                if not self.preempt():
+                    raise
+        for request, length in zip(requests, lengths, strict=True):
+            self.cache.reserve(request.sequence, length, room=request.most_tokens - length)
+        return Schedule(requests, counts, num_decodes)
+
+    def _choose(self) -> tuple[list[Request], list[int], int]:
+        """Requests, their counts of tokens, and how many of them decode, which come first."""
+        prefills: list[Request] = []
+        for request in self.running:
+            if request.num_pending > 1 and not self._follows(request, prefills):
+                prefills.append(request)
+        for request in prefills:
+            if not request.sequence.length and request.shares:
+                params = request.params  # the last token is computed in any case, for its logits
+                self.cache.adopt(request.sequence, request.tokens[:-1], params.cache_salt, params.exact_prefix)
+        prefills = [request for request in prefills if request.num_pending > 1]
         decodes = [request for request in self.running if request.num_pending == 1]
         budget = max(self.max_num_batched_tokens - len(decodes), 0)
         size = self.cache.config.page_size
         # Exact pages that chunks may take beside one for each request, whatever has to be compressed for them.
-        pages = self.cache.obtainable_pages([request.sequence for request in self.running])
-        chunks: list[tuple[Request, int]] = []
-        for request in self.running:
-            first = size - request.sequence.length % size
-            count = min(request.num_pending, budget, first + pages * size)
-            if request.num_pending > 1 and count:
-                chunks.append((request, count))
+        pages = self.cache.obtainable_pages([request.sequence for request in self.running]) if prefills else 0
+        counts = dict.fromkeys(prefills, 0)
+        shortest_first = sorted(prefills[1:], key=lambda request: request.num_pending)
+        for order, share in ((shortest_first, budget // 2), (prefills, budget)):
+            for request in order:
+                first = size - (request.sequence.length + counts[request]) % size
+                count = min(request.num_pending - counts[request], share, budget, first + pages * size)
+                counts[request] += count
+                share -= count
                 budget -= count
                 pages -= max(-(-(count - first) // size), 0)
-        # A chunk of one token is attended as a decode, which must come first.
-        ones = decodes + [request for request, count in chunks if count == 1]
-        longer = [(request, count) for request, count in chunks if count > 1]
-        requests = ones + [request for request, _ in longer]
-        counts = [1] * len(ones) + [count for _, count in longer]
-        lengths = [request.sequence.length + count for request, count in zip(requests, counts, strict=True)]
-        missing = sum(self.cache.missing_pages(r.sequence, n) for r, n in zip(requests, lengths, strict=True))
-        growing = [r.sequence for r, n in zip(requests, lengths, strict=True) if self.cache.outgrows(r.sequence, n)]
-        self.cache.make_room(missing, [request.sequence for request in self.running], growing)
-        for request, length in zip(requests, lengths, strict=True):
-            self.cache.reserve(request.sequence, length, room=request.most_tokens - length)
-        return Schedule(requests, counts, len(ones))
+        # A chunk of one token is attended as a decode.
+        ones = decodes + [request for request in prefills if counts[request] == 1]
+        longer = [request for request in prefills if counts[request] > 1]
+        return ones + longer, [1] * len(ones) + [counts[request] for request in longer], len(ones)
+
+    def _follows(self, request: Request, older: list[Request]) -> bool:
+        """Whether the next page of a request that has not begun is being computed for one of the older requests."""
+        if request.sequence.length or not request.shares or self.cache.prefixes is None:
+            return False
+        size = self.cache.config.page_size
+        found, _ = self.cache.cached_tokens(request.tokens[:-1], request.params.cache_salt, request.params.exact_prefix)
+        end = (found // size + 1) * size
+        return end < len(request.tokens) and any(
+            other.sequence.length < end <= len(other.tokens)
+            and other.shares
+            and other.params.cache_salt == request.params.cache_salt
+            and other.tokens[:end] == request.tokens[:end]
+            for other in older
+        )
+
+    def commit(self, request: Request, count: int) -> None:
+        """`count` more tokens of the request are computed; what there is of its prompt serves others from now on."""
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.sequence.length
+            self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_cached_tokens += request.num_cached_tokens
+        self.cache.commit(request.sequence, count)
+        if request.shares and count > 1:
+            self.cache.keep(request.sequence, request.tokens, request.params.cache_salt)
 
     def _admit(self) -> None:
-        """Move waiting requests to the running ones while all can be served to their end."""
+        """Move waiting requests to the running ones while there is room."""
         config = self.cache.config
-        promised = sum(config.planned_units(request.most_tokens) for request in self.running)
         while self.waiting and len(self.running) < self.max_num_seqs:
-            promised += config.planned_units(self.waiting[0].most_tokens)
+            request = self.waiting[0]
+            params, tokens = request.params, request.tokens
+            _, shared = self.cache.cached_tokens(tokens[:-1], params.cache_salt, params.exact_prefix)
+            wanted = config.planned_units(self._expected(request)) - (shared << config.exact_order)
+            for other in self.running:
+                planned = config.planned_units(self._expected(other))
+                wanted += max(planned - config.planned_units(other.sequence.length), 0)
             # One that does not fit the whole pool is compressed to fit it, alone.
-            if promised > config.num_units and self.running:
+            if wanted > self.cache.idle_units() and self.running:
                 break
             self.running.append(self.waiting.popleft())
 
+    def _expected(self, request: Request) -> int:
+        """The cache length that there should be room for: of one that was preempted once, all it can reach."""
+        page = self.cache.config.page_size
+        return request.most_tokens if request.num_preemptions else min(len(request.tokens) + page, request.most_tokens)
+
+    def preempt(self) -> bool:
+        """Have the newest request wait for what all its tokens will take; says whether there are others to run."""
+        if len(self.running) < 2:
+            return False
+        request = self.running.pop()
+        self._leave(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(request)
+        return True
+
     def finish(self, request: Request, reason: str) -> None:
-        """End a request, running or waiting, and free its pages."""
+        """End a request, running or waiting, and free its pages, which serve others until their place is needed."""
         request.finish_reason = reason
-        self.cache.free(request.sequence)
         if request in self.running:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
+        if reason == "error":
+            # What it computed may be no numbers: nobody is to build on it, nor on what others have built on it already.
+            for other in self.running:
+                other.private = True
+            self.cache.free(request.sequence)
+            self.cache.forget([other.sequence for other in self.running])
+        else:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        if request.shares:
+            self.cache.keep(request.sequence, request.tokens, request.params.cache_salt)
+        self.cache.free(request.sequence)

@@ -19,31 +19,32 @@ no harm and are rendered in this one, which saves a tenth of a second a prompt.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import itertools
 import json
+import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine import jinja_worker
 from engine.chat_tokens import chat_encoder
 from engine.config import EngineConfig
 from engine.errors import RequestError, shown
-from engine.tokenizer import Tokenizer, any_of, optional_object, token_text
+from engine.tokenizer import Tokenizer, any_of, check_text, named_tokens, optional_object, splitter
 from models.errors import ConfigError
 from models.files import read_bytes
 from models.resolve import resolve
 
 Message = dict[str, str]
+_Change = str | Callable[[re.Match[str]], str]  # as `re.sub` takes it
 
-BUILT_IN = ("llama2", "chatml")
 CHOSEN = "--chat-template"
 MAX_TEMPLATE_BYTES = 1 << 20
 # Noncharacters of Unicode: no text has them, and where one does, another serves.
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+_CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # of a content, without the white space around it
 
 
 def check_messages(messages: Any, last: tuple[str, ...] = ("user",)) -> None:
@@ -51,39 +52,32 @@ def check_messages(messages: Any, last: tuple[str, ...] = ("user",)) -> None:
     assistant in turn, from a user's to one of `last`."""
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"messages must be a list of at least one message, got {shown(messages)}")
+    turns = itertools.cycle(("user", "assistant"))
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-            keys = f"the keys {', '.join(map(shown, message))}" if isinstance(message, dict) else shown(message)
-            raise RequestError(f"messages[{i}] must be a dict of role and content, got {keys}")
+            got = shown([*message] if isinstance(message, dict) else message)
+            raise RequestError(f"messages[{i}] must be a dict of role and content, got {got}")
         role, content = message["role"], message["content"]
-        first_turn = messages[0]["role"] == "system"
-        wanted = "user" if (i - first_turn) % 2 == 0 else "assistant"
-        if role != wanted and not (i == 0 and role == "system"):
-            raise RequestError(
-                f"messages[{i}] must be of role {wanted!r}, got {shown(role)}: system only first, then user and "
-                "assistant in turn"
-            )
+        wanted = "system" if i == 0 and role == "system" else next(turns)
+        if role != wanted:
+            order = "system only first, then user and assistant in turn"
+            raise RequestError(f"messages[{i}] must be of role {wanted!r}, got {shown(role)}: {order}")
         if not isinstance(content, str):
             raise RequestError(f"messages[{i}]: content must be a str, got {type(content).__name__}")
-        if surrogate := re.search("[\ud800-\udfff]", content):
-            raise RequestError(
-                f"messages[{i}]: content has a lone surrogate at character {surrogate.start()}, as bytes "
-                "leave that are not UTF-8"
-            )
+        check_text(content, f"messages[{i}]: content")
     if messages[-1]["role"] not in last:
         wanted = " or ".join(map(repr, last))
         raise RequestError(f"the last message must be of role {wanted}, got {messages[-1]['role']!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateSource:
+class TemplateSource(NamedTuple):
     """Which template, before a tokenizer is there. name: llama2, chatml or jinja; text: its jinja source; variables:
     the texts of bos_token, eos_token and the like."""
 
     name: str
     origin: str
     text: str
-    variables: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str]
 
 
 def find_template(config: EngineConfig, choice: str | None = None) -> TemplateSource:
@@ -96,31 +90,24 @@ def find_template(config: EngineConfig, choice: str | None = None) -> TemplateSo
     directory = place if place.is_dir() else place.parent
     settings_file = directory / "tokenizer_config.json"
     settings = optional_object(settings_file)
-    texts = {key: token_text(token) for key, token in settings.items() if key.endswith("_token")}
-    variables = {key: text for key, text in texts.items() if text is not None}
-    if choice in BUILT_IN:
-        return TemplateSource(choice, CHOSEN, built_in()[choice][0], variables)
-    own = directory / "chat_template.jinja"
-    if choice is not None:
-        own = Path(choice).expanduser().resolve()  # the user's own file: a link may lead anywhere
-        if not own.is_file():
-            raise RequestError(f"--chat-template must be {', '.join(BUILT_IN)} or a file, got {shown(choice)}")
-    if own.is_file():
-        origin = str(own)
+    # A link of the user's own file may lead anywhere.
+    file = directory / "chat_template.jinja" if choice is None else Path(os.path.realpath(os.path.expanduser(choice)))
+    if choice in built_in():
+        origin, text = CHOSEN, built_in()[choice][0]
+    elif file.is_file():
         try:
-            text = read_bytes(own, MAX_TEMPLATE_BYTES).decode("utf-8-sig")
+            origin, text = str(file), read_bytes(file, MAX_TEMPLATE_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{own}: not UTF-8 text: byte {error.start}") from None
+            raise ConfigError(f"{file}: not UTF-8 text: byte {error.start}") from None
+    elif choice is not None:
+        raise RequestError(f"--chat-template must be {', '.join(built_in())} or a file, got {shown(choice)}")
     else:
         origin, text = f"{settings_file} (chat_template)", _own_template(settings)
     if not text:
-        raise ConfigError(
-            f"{directory}: the checkpoint has no chat template; give --chat-template llama2, chatml or FILE"
-        )
-    for name, sources in built_in().items():
-        if (plain := text.removesuffix("\n")) in sources:  # a last newline is none of the template, says jinja2
-            return TemplateSource(name, origin, plain, variables)
-    return TemplateSource("jinja", origin, text, variables)
+        raise ConfigError(f"{directory}: no chat template; give --chat-template llama2, chatml or FILE")
+    plain = text.removesuffix("\n")  # a last newline is none of the template, says jinja2
+    name = next((name for name, sources in built_in().items() if plain in sources), "jinja")
+    return TemplateSource(name, origin, text if name == "jinja" else plain, named_tokens(settings))
 
 
 @functools.cache
@@ -145,24 +132,22 @@ class ChatTemplate:
         """Raises ConfigError where the template is broken, or needs tokens that the tokenizer does not have."""
         self._encoder = chat_encoder(tokenizer)
         self._bos_id = tokenizer.bos_id
-        tokens = self._encoder.control_tokens
+        # A token of one character could not be told from text; none is known.
+        tokens = {text: i for text, i in self._encoder.control_tokens.items() if len(text) > 1}
         names = {i: text for text, i in tokens.items()}
         special = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
-        defaults = {key: names[i] for key, i in special.items() if i in names}
-        self.source = source = dataclasses.replace(source, variables=defaults | source.variables)
+        variables = {key: names[i] for key, i in special.items() if i in names} | source.variables
+        self.source = source._replace(variables=variables)
         needed = []
         if source.name == "llama2":
-            needed = [source.variables.get(key, key) for key in ("bos_token", "eos_token")]
+            needed = [variables.get(key, key) for key in special]
         elif source.name == "chatml" and source.origin == CHOSEN:  # a checkpoint's own may spell them in plain text
             needed = ["<|im_start|>", "<|im_end|>"]
-        if missing := [token for token in needed if token not in tokens]:
-            raise ConfigError(
-                f"{source.origin}: the tokenizer lacks {', '.join(missing)} of the {source.name} template"
-            )
-        # A token of one character could not be told from text; none is known.
-        control = any_of(token for token in tokens if len(token) > 1)
-        self._control = re.compile(f"({control})")
-        self._spelled = re.compile(f"(?=(?:{control}))(.)", re.DOTALL)
+        if missing := ", ".join(token for token in needed if token not in tokens):
+            raise ConfigError(f"{source.origin}: the tokenizer lacks {missing} of the {source.name} template")
+        self._split = splitter(tokens)
+        self._control = re.compile(any_of(tokens))
+        self._spelled = re.compile(f"(?=(?:{any_of(tokens)}))(.)", re.DOTALL)
         self.end_ids = self._end_ids()
 
     def encode(self, messages: list[Message]) -> list[int]:
@@ -173,29 +158,25 @@ class ChatTemplate:
         """
         check_messages(messages)
         marked, mark = self._marked(messages)
-        parts = [text.replace(mark, "") for text in self._control.split(marked)]
-        ids = self._encoder.encode(
-            [self._encoder.control_tokens[part] if i % 2 else part for i, part in enumerate(parts)],
-            # Llama 2 was trained with the space before [INST], whatever a fine-tune's settings say.
-            spaced=True if self.source.name == "llama2" else None,
-        )
-        begins = next((n for n, i in enumerate(ids) if i != self._bos_id), len(ids))
-        return ids if self._bos_id is None else [self._bos_id, *ids[begins:]]
+        parts = [part if isinstance(part, int) else part.replace(mark, "") for part in self._split(marked)]
+        # Llama 2 was trained with the space before [INST], whatever a fine-tune's settings say.
+        ids = self._encoder.encode(parts, spaced=True if self.source.name == "llama2" else None)
+        text = itertools.dropwhile(lambda i: i == self._bos_id, ids)
+        return ids if self._bos_id is None else [self._bos_id, *text]
 
     def _marked(self, messages: list[Message]) -> tuple[str, str]:
         """The marked text, once it is known to be right, and its mark."""
         mark = self._mark(messages)
-        opaque = self._with(messages, lambda core, role: mark)
-        broken = self._with(messages, lambda core, role: mark + self._spelled.sub(rf"\1{mark}", core) + mark)
+
+        def broken(core: re.Match[str]) -> str:
+            return mark + self._spelled.sub(rf"\1{mark}", core[0]) + mark
+
         # Templates of models that think cut the thoughts out of earlier answers, at tokens that the answers spell: only
         # there they may find them whole, and only if none is left.
-        whole = self._with(
-            messages,
-            lambda core, role: mark + (core if role == "assistant" else self._spelled.sub(rf"\1{mark}", core)) + mark,
-        )
-        attempts = [broken] if whole == broken else [broken, whole]
-        plain, reference, *marked = self._render([messages, opaque, *attempts])
-        control = self._control.findall(reference)
+        variants: list[tuple[_Change, _Change]] = [(mark, mark), (broken, broken), (broken, rf"{mark}\g<0>{mark}")]
+        changed = [[_changed(message, *variant) for message in messages] for variant in variants]
+        plain, opaque, *marked = self._render([messages, *changed])
+        control = self._control.findall(opaque)
         for text in marked:
             if text.replace(mark, "") == plain and self._control.findall(text) == control:
                 return text, mark
@@ -211,19 +192,6 @@ class ChatTemplate:
             raise RequestError("the messages have all 32 noncharacters from U+FDD0 on: one must be free")
         return free
 
-    @staticmethod
-    def _with(messages: list[Message], change: Callable[[str, str], str]) -> list[Message]:
-        """The messages with the inner part of each content changed: outer white space stays, for templates that strip,
-        and so does an empty content, for those that test for it."""
-        changed = []
-        for message in messages:
-            role, content = message["role"], message["content"]
-            core = content.strip()
-            left = content[: len(content) - len(content.lstrip())]
-            right = content[len(left) + len(core) :]
-            changed.append({"role": role, "content": left + change(core, role) + right if core else content})
-        return changed
-
     def _render(self, conversations: list[list[Message]]) -> list[str]:
         if self.source.text in built_in().get(self.source.name, ()):
             return jinja_worker.render_here(self.source.text, conversations, self.source.variables)
@@ -232,11 +200,17 @@ class ChatTemplate:
     def _end_ids(self) -> frozenset[int]:
         """The first control token between an answer and the message that follows it, if there is one."""
         user, assistant = _MARKS[:2]
-        turns = [("user", user), ("assistant", assistant), ("user", user)]
+        turns = (("user", user), ("assistant", assistant), ("user", user))
         try:
             (text,) = self._render([[{"role": role, "content": content} for role, content in turns]])
         except RequestError:  # a template that refuses this conversation; what real ones give is seen then
             return frozenset()
-        behind = text.rpartition(assistant)[2].partition(user)[0]
-        match = self._control.search(behind)
-        return frozenset() if match is None else frozenset([self._encoder.control_tokens[match[0]]])
+        behind = self._split(text.rpartition(assistant)[2].partition(user)[0])
+        return frozenset([part for part in behind if isinstance(part, int)][:1])
+
+
+def _changed(message: Message, asked: _Change, answered: _Change) -> Message:
+    """With the inner part of its content changed: outer white space stays, for templates that strip, and so does an
+    empty content, for those that test for it. answered: what an assistant's message becomes."""
+    change = answered if message["role"] == "assistant" else asked
+    return message | {"content": _CORE.sub(change, message["content"], count=1)}

@@ -1,19 +1,27 @@
 """Text to token ids and back: sentencepiece (`tokenizer.model`) in the core, `tokenizer.json` with the extra `hf`.
 
+A tokenizer of either kind has
+    vocab_size
+    bos_id           None where the model begins without one
+    eos_ids
+    encode(text)     token ids, BOS first where the model wants one
+    decode(ids)      the text, control tokens left out
+
 Text that looks like a control token ("</s>", "<|im_end|>") is encoded as text: only the engine makes control tokens.
+`encode` raises RequestError for lone surrogates and for characters that the vocabulary would drop: what a model reads
+is what was asked, and a warning would not reach the caller of a server. Where the vocabulary has a token for the
+unknown, as the model was trained with, that is used and a warning is logged once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from engine.errors import RequestError, TokenizerError, shown
 from models.errors import ModelFormatError
@@ -29,29 +37,7 @@ APART = "\ue000"  # of the private use area: spelled in bytes, which are merged 
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\n")
 
 
-class Tokenizer(Protocol):
-    """bos_id is None where the model begins without one."""
-
-    vocab_size: int
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, BOS first where the model wants one.
-
-        Raises RequestError for lone surrogates and for characters that the vocabulary would drop: what a model reads
-        is what was asked, and a warning would not reach the caller of a server. Where the vocabulary has a token for
-        the unknown, as the model was trained with, that is used and a warning is logged once.
-        """
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of token ids, control tokens left out."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class AddedToken:
+class AddedToken(NamedTuple):
     """A token that a fine-tuned model has beside its trained vocabulary; a special one is no text."""
 
     id: int
@@ -61,11 +47,9 @@ class AddedToken:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a model directory, or of a file. Raises TokenizerError naming what was looked for."""
-    kinds: dict[str, type[SentencePieceTokenizer | JsonTokenizer]]
-    kinds = {".model": SentencePieceTokenizer, ".json": JsonTokenizer}
-    directory, files = path.parent, [path]
-    if path.is_dir():
-        directory, files = path, [path / f"tokenizer{suffix}" for suffix in kinds]
+    kinds: dict[str, Callable[..., Tokenizer]] = {".model": SentencePieceTokenizer, ".json": JsonTokenizer}
+    directory = path if path.is_dir() else path.parent
+    files = [path / f"tokenizer{suffix}" for suffix in kinds] if path.is_dir() else [path]
     try:
         settings = optional_object(directory / "tokenizer_config.json")
         added = _added_tokens(directory, settings)
@@ -92,28 +76,21 @@ def optional_object(file: Path) -> dict[str, Any]:
 
 def _added_tokens(directory: Path, settings: dict[str, Any]) -> list[AddedToken]:
     """Those of tokenizer_config.json's added_tokens_decoder, or of the older added_tokens.json, by id."""
-    decoder = settings.get("added_tokens_decoder")
-    if decoder is not None:
-        file = directory / "tokenizer_config.json"
-        entries = list(decoder.items()) if isinstance(decoder, dict) else [("", decoder)]
-    else:
-        file = directory / "added_tokens.json"
-        listed = settings.get("additional_special_tokens")
-        named = [settings.get(f"{kind}_token") for kind in ("bos", "eos", "unk", "pad", "sep", "cls", "mask")]
-        special = [token_text(token) for token in [*named, *(listed if isinstance(listed, list) else [])]]
-        entries = [
-            (str(i) if type(i) is int else "", {"content": text, "special": text in special})
-            for text, i in optional_object(file).items()
-        ]
+    file, decoder = directory / "tokenizer_config.json", settings.get("added_tokens_decoder")
+    entries = list(decoder.items()) if isinstance(decoder, dict) else [("", decoder)]
+    if decoder is None:
+        file, listed = directory / "added_tokens.json", settings.get("additional_special_tokens")
+        named = {*named_tokens(settings).values(), *map(token_text, listed if isinstance(listed, list) else [])}
+        added = optional_object(file).items()
+        entries = [(repr(i), {"content": text, "special": text in named}) for text, i in added]
     tokens = []
     for i, entry in entries:
-        content, is_special = token_text(entry), isinstance(entry, dict) and entry.get("special", False)
-        number = int(i) if i.isdecimal() and len(i) < 9 else -1
-        if not (0 <= number < 1 << 24 and content and isinstance(entry, dict) and type(is_special) is bool):
-            raise TokenizerError(
-                f"{file}: an added token needs an id, a content and may be special, got {shown(content)}"
-            )
-        tokens.append(AddedToken(number, content, is_special))
+        match {"special": False} | entry if isinstance(entry, dict) else None:
+            case {"content": str(content), "special": bool(special)} if content and re.fullmatch("[0-9]{1,7}", i):
+                tokens.append(AddedToken(int(i), content, special))
+            case _:
+                problem = "an added token needs an id and a content, and may be special, true or false"
+                raise TokenizerError(f"{file}: {problem}; got {shown({i: entry})}")
     return sorted(tokens, key=lambda token: token.id)
 
 
@@ -121,6 +98,12 @@ def token_text(token: Any) -> str | None:
     """Of a token as tokenizer_config.json has it: a text, or an object with a content."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
+
+
+def named_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """The texts of bos_token, eos_token and the like of a tokenizer_config.json."""
+    texts = {name: token_text(token) for name, token in settings.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 class SentencePieceTokenizer:
@@ -135,50 +118,47 @@ class SentencePieceTokenizer:
         data = read_bytes(file, MAX_BYTES)
         try:
             self._model = SentencePieceProcessor(model_proto=data)
+            pieces: list[str] = self._model.id_to_piece(list(range(self._model.get_piece_size())))
+            if not pieces:
+                raise ValueError("it has no pieces")
         except (RuntimeError, TypeError, ValueError) as error:
             reason = "it is a tiktoken file, use tokenizer.json" if _TIKTOKEN.match(data) else error
             raise TokenizerError(f"{file}: not a sentencepiece model: {reason}") from None
-        self._num_pieces: int = self._model.get_piece_size()
-        if self._num_pieces < 1:
-            raise TokenizerError(f"{file}: not a sentencepiece model: it has no pieces")
-        try:
-            self._model.id_to_piece(list(range(self._num_pieces)))
-        except UnicodeDecodeError as error:
-            raise TokenizerError(f"{file}: damaged: a piece is not UTF-8: {error}") from None
         self._file = file
-        self.added_tokens = added
-        self.vocab_size: int = max(self._num_pieces, added[-1].id + 1 if added else 0)
+        self.vocab_size = max(len(pieces), added[-1].id + 1 if added else 0)
         bos, eos = self._model.bos_id(), self._model.eos_id()
         self.bos_id: int | None = bos if bos >= 0 and settings.get("add_bos_token", True) else None
         self.eos_ids: tuple[int, ...] = (eos,) if eos >= 0 else ()
-        # id -> text, "" for special tokens. Plain pieces are often listed too; their spaces are sentencepiece's.
-        self._added = {token.id: "" if token.special else token.content for token in added if not self._is_piece(token)}
-        self._split = splitter({content: i for i, content in self._added.items() if content})
-        self._spaced = bool(settings.get("legacy", True))  # whether text behind an added token begins with a space
-
-    def _is_piece(self, token: AddedToken) -> bool:
-        known = token.id < self._num_pieces and self._model.id_to_piece(token.id) == token.content
-        return known and not token.special
+        # Plain pieces are often listed too; their spaces are sentencepiece's.
+        self.added_tokens = [t for t in added if t.special or pieces[t.id : t.id + 1] != [t.content]]
+        self._split = splitter({token.content: token.id for token in self.added_tokens if not token.special})
+        self._texts = pieces + [""] * (self.vocab_size - len(pieces))  # "" for special tokens too
+        for token in self.added_tokens:
+            self._texts[token.id] = "" if token.special else token.content
+        self.spaced = bool(settings.get("legacy", True))  # whether text behind an added token begins with a space
 
     def encode(self, text: str) -> list[int]:
-        ids = encode_parts(self._model, self._split(_checked(text)), self._spaced)
-        if self._model.unk_id() in ids:
-            _warn_unknown(self._file)
+        check_text(text, "the text")
+        ids = self.encode_parts(self._model, self._split(text), self.spaced)
         return ids if self.bos_id is None else [self.bos_id, *ids]
 
-    def decode(self, ids: list[int]) -> str:
-        text = ""
-        known = (i for i in ids if self._added.get(i, i < self._num_pieces))
-        for content, group in itertools.groupby(known, self._added.get):
-            run = list(group)
-            if content:
-                text += content * len(run)
-            elif text:  # a text loses the space that its first piece begins with; here it stays
-                before: list[int] = self._model.encode("a")
-                text += self._model.decode(before + run)[len(self._model.decode(before)) :]
+    def encode_parts(self, model: Any, parts: list[str | int], spaced: bool) -> list[int]:
+        """Ids, and texts that the model encodes; spaced: whether all of these begin with its space, or only a first."""
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
             else:
-                text = self._model.decode(run)
-        return text
+                before = "" if spaced or not ids else APART
+                ids += model.encode(before + part)[len(model.encode(before)) :]
+        if model.unk_id() in ids:
+            _warn_unknown(self._file)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        # Of pieces: what is none of the model's is text as it is, and a piece behind it keeps its space.
+        texts = [text for i in ids if i < self.vocab_size and (text := self._texts[i])]
+        return str(self._model.decode(texts))
 
 
 def any_of(words: Iterable[str]) -> str:
@@ -190,19 +170,6 @@ def splitter(words: dict[str, int]) -> Callable[[str], list[str | int]]:
     """What puts the ids of words into a text in their place."""
     border = re.compile(f"({any_of(words)})")
     return lambda text: [words[part] if i % 2 else part for i, part in enumerate(border.split(text))]
-
-
-def encode_parts(model: Any, parts: list[str | int], spaced: bool) -> list[int]:
-    """Ids, and texts encoded by sentencepiece; spaced: whether all of these begin with its space, or only a first."""
-    ids: list[int] = []
-    for part in parts:
-        if isinstance(part, int):
-            ids.append(part)
-        elif part and (spaced or not ids):
-            ids += model.encode(part)
-        elif part:  # behind a character that joins no other
-            ids += model.encode(APART + part)[len(model.encode(APART)) :]
-    return ids
 
 
 class JsonTokenizer:
@@ -223,19 +190,20 @@ class JsonTokenizer:
             if getattr(self._model.model, "dropout", None) is not None:
                 self._model.model.dropout = None  # of training: it makes other ids each time
             self._add(added)
-            vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
+            vocabulary: dict[Any, int] = self._model.get_vocab(with_added_tokens=True)
             if not vocabulary:
                 raise TokenizerError(f"{file}: not a tokenizer.json: it has no tokens")
             self.vocab_size: int = max(vocabulary.values()) + 1
-            self.bos_id = self._bos_id(settings)
-            eos = self._id(settings, "eos_token")
+            named = named_tokens(settings)
+            self.bos_id = self._bos_id(settings, vocabulary.get(named.get("bos_token")))
+            eos = vocabulary.get(named.get("eos_token"))
             self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
-            unknown = getattr(self._model.model, "unk_token", None)
-            self._unknown = vocabulary.get(unknown) if isinstance(unknown, str) else None
+            self._unknown = vocabulary.get(getattr(self._model.model, "unk_token", None))
             stages = (self._model.pre_tokenizer, self._model.normalizer)
             self._byte_level = any(b'"ByteLevel"' in stage.__getstate__() for stage in stages if stage is not None)
-            self._lost = set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys()
-            self._byte_letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            self._bytes_of = byte_level.pre_tokenize_str
+            self._lost = set(byte_level.alphabet()) - vocabulary.keys()
 
     @contextlib.contextmanager
     def _library(self) -> Iterator[None]:
@@ -243,11 +211,9 @@ class JsonTokenizer:
         none and would end the process."""
         try:
             yield
-        except (TokenizerError, RequestError):
+        except (TokenizerError, RequestError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
             raise TokenizerError(f"{self._file}: not a tokenizer.json: {error}") from None
 
     def _add(self, added: list[AddedToken]) -> None:
@@ -255,60 +221,46 @@ class JsonTokenizer:
         from tokenizers import AddedToken as Added
 
         known = self._model.get_added_tokens_decoder()
-        for token in added:
-            if self._model.token_to_id(token.content) is None or (token.special and token.id not in known):
-                new = Added(token.content, special=token.special, normalized=False)
-                (self._model.add_special_tokens if token.special else self._model.add_tokens)([new])
-            found = self._model.token_to_id(token.content)
-            if found != token.id:
-                raise TokenizerError(
-                    f"{self._file}: the added token {shown(token.content)} has id {found} here and {token.id} in the "
-                    "config"
-                )
+        for i, content, special in added:
+            if self._model.token_to_id(content) is None or (special and i not in known):
+                add = self._model.add_special_tokens if special else self._model.add_tokens
+                add([Added(content, special=special, normalized=False)])
+            if (found := self._model.token_to_id(content)) != i:
+                raise TokenizerError(f"{self._file}: {shown(content)} has id {found} here and {i} in the config")
 
-    def _id(self, settings: dict[str, Any], key: str) -> int | None:
-        text = token_text(settings.get(key))
-        found: int | None = None if text is None else self._model.token_to_id(text)
-        return found
-
-    def _bos_id(self, settings: dict[str, Any]) -> int | None:
+    def _bos_id(self, settings: dict[str, Any], bos: int | None) -> int | None:
         """The id that prompts begin with: as tokenizer_config.json says, else as tokenizer.json's own template does."""
         plain, full = (self._model.encode("a", add_special_tokens=special).ids for special in (False, True))
         template: int | None = full[0] if plain and full[1 : len(plain) + 1] == plain else None
         llama = settings.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
         if not settings.get("add_bos_token", llama or template is not None):
             return None
-        bos = self._id(settings, "bos_token")
         return template if bos is None else bos
 
     def encode(self, text: str) -> list[int]:
+        check_text(text, "the text")
         with self._library():
-            encoding = self._model.encode(_checked(text), add_special_tokens=False)
-            at = self._first_lost(text, encoding)
-        ids: list[int] = encoding.ids
-        if at is not None:
-            raise RequestError(
-                f"{self._file} cannot spell {text[at]!r} (U+{ord(text[at]):04X}, character {at} of the text) and would "
-                "leave it out: remove or replace it"
-            )
-        if self._unknown in ids:
+            encoding = self._model.encode(text, add_special_tokens=False)
+            if lost := self._lost_letters(text, encoding):
+                at = min(map(text.index, lost))
+                raise RequestError(
+                    f"{self._file} cannot spell {text[at]!r} (U+{ord(text[at]):04X}, character {at} of the text) and "
+                    "would leave it out: remove or replace it"
+                )
+        if self._unknown in encoding.ids:
             _warn_unknown(self._file)
-        return ids if self.bos_id is None else [self.bos_id, *ids]
+        return encoding.ids if self.bos_id is None else [self.bos_id, *encoding.ids]
 
-    def _first_lost(self, text: str, encoding: Any) -> int | None:
-        """Where the library drops a character without a word: its vocabulary has no token for it, and none for that."""
+    def _lost_letters(self, text: str, encoding: Any) -> list[str]:
+        """What the library drops without a word: its vocabulary has no token for it, and none for the unknown."""
         if self._byte_level:
-            bytes_of = self._byte_letters.pre_tokenize_str
-            lost = (at for at, letter in enumerate(text) if self._lost & set(bytes_of(letter)[0][0]))
-            return next(lost, None) if self._lost else None
-        if self._unknown is not None:
-            return None
-        covered = {at for begin, end in encoding.offsets for at in range(begin, end)}
-        if all(at in covered or letter.isspace() for at, letter in enumerate(text)):
-            return None
+            return [letter for letter in set(text) if self._lost and self._lost & set(self._bytes_of(letter)[0][0])]
+        printed = (at for at, letter in enumerate(text) if not letter.isspace())
+        if self._unknown is not None or {at for a, b in encoding.offsets for at in range(a, b)}.issuperset(printed):
+            return []
         # Behind a character that was dropped the offsets are wrong; which one it was shows it alone.
-        ids = (self._model.encode(letter, add_special_tokens=False).ids for letter in text)
-        return next((at for at, alone in enumerate(ids) if not alone and not text[at].isspace()), None)
+        alone = {letter: self._model.encode(letter, add_special_tokens=False) for letter in set(text)}
+        return [letter for letter, encoding in alone.items() if not (encoding.ids or letter.isspace())]
 
     def decode(self, ids: list[int]) -> str:
         with self._library():
@@ -321,12 +273,13 @@ def _warn_unknown(file: Path) -> None:
     log.warning("%s: the text has characters that it does not know; the model sees its token for the unknown", file)
 
 
-def _checked(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the text has a lone surrogate at character {error.start}") from None
-    return text
+def check_text(text: str, name: str) -> None:
+    """Raises RequestError for what is no text: half of a surrogate pair."""
+    if half := re.search("[\ud800-\udfff]", text):
+        raise RequestError(f"{name} has a lone surrogate at character {half.start()}, as bytes give that are not UTF-8")
+
+
+Tokenizer = SentencePieceTokenizer | JsonTokenizer
 
 
 class Detokenizer:
@@ -353,14 +306,11 @@ class Detokenizer:
         text = self._tokenizer.decode(window)
         whole = text.rstrip(INCOMPLETE)
         new = whole[self._shown :]
-        if len(whole) < len(text):
+        # A control token, with nothing new, is dropped: as the only context it would cost the next piece its leading
+        # space. Not so before any text, where it may be a space that the decoder leaves out and must still see.
+        if len(whole) < len(text) or not text:
             self._window, self._shown = window, max(self._shown, len(whole))
-        elif not new:
-            # A control token: as the only context it would cost the next piece its leading space. Dropped, except
-            # before any text, where it may be a space that the decoder leaves out and must still see.
-            if not text:
-                self._window = window
-        else:
+        elif new:
             later = self._tokenizer.decode(window[self._clean :])
             if later.strip():
                 window, whole = window[self._clean :], later
@@ -369,7 +319,4 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is left at the end: bytes that never became a character, as replacement characters."""
-        text = self._tokenizer.decode(self._window)
-        new = text[self._shown :]
-        self._shown = len(text)
-        return new
+        return self._tokenizer.decode(self._window)[self._shown :]

@@ -13,16 +13,18 @@
                               importance.py: who was attended to  <--+    policy.py: who goes down a format
 
 A page is exact while it is filled, and goes down the ladder of memory/policy.py when the budget is short, never up:
-what it becomes is one block (or two) of the same arena, so tiers have no boundaries between them.
+what it becomes is one block (or two) of the same arena, so tiers have no boundaries between them. Full pages may belong
+to several sequences, and to the tree of prefixes (memory/prefix.py), whose pages go first when the pool is short.
 
 Invariants (`check()` asserts them):
-  - a page id is free or belongs to exactly one sequence (sharing will count references);
-  - a sequence of n tokens has at least pages_for(n) pages, and the page that its next token goes to is exact.
+  - a page id is free or has as many owners as sequences and trees hold it;
+  - a sequence of n tokens has at least pages_for(n) pages, and the page that its next token goes to is exact and in no
+    other sequence;
+  - what a sequence and the tree both hold, the tree does not let go.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,45 +33,51 @@ import torch
 from torch import Tensor
 
 from kernels.ops import AttentionPlan, Ops
-from memory import policy
-from memory.config import WARM_BITS, CacheConfig
+from memory.config import CacheConfig
 from memory.frames import Frames, OutOfPages, padded
-from memory.importance import AttentionRecord, Scorer, page_ages, score_pages
-
-
-class CachedSequence:
-    """The cached tokens of one request: `length` of them, in the order of `pages`."""
-
-    __slots__ = ("attention", "length", "moves", "pages", "peak_bytes", "warm_mass")
-
-    def __init__(self) -> None:
-        self.pages = array("i")
-        self.length = 0
-        self.attention = AttentionRecord()
-        self.moves = 0
-        self.peak_bytes = 0  # of its pages, the chunk in flight included
-        self.warm_mass = 0.0  # share of the attention observed last that went to compressed pages
+from memory.importance import AttentionRecord, Scorer
+from memory.prefix import CachedSequence, PrefixCache
+from memory.replacement import Replacement
 
 
 class KVCache:
     """K and V of every live token. One owner: not safe for threads."""
 
     def __init__(
-        self, config: CacheConfig, dtype: torch.dtype, device: torch.device, ops: Ops, scorer: Scorer | None = None
+        self,
+        config: CacheConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Ops,
+        scorer: Scorer | None = None,
+        fingerprint: bytes = b"",
     ) -> None:
-        """Allocates the arena. Raises CapacityError if the device does not have the bytes."""
+        """Allocates the arena. fingerprint: of the model, for the keys of prefixes. Raises CapacityError if the device
+        does not have the bytes."""
         self.config = config
         self.device = device
-        self.num_moves = 0
-        self._scorer = scorer or Scorer()
         self._frames = Frames(config, dtype, device, ops)
+        self._replacement = Replacement(config, self._frames, scorer or Scorer())
+        self.prefixes = PrefixCache(config, self._frames, fingerprint) if config.prefix_caching else None
         self.layers = self._frames.layers
         self._planes = config.unit_total_bytes // config.unit_bytes
 
     @property
+    def num_moves(self) -> int:
+        """Of pages, to a format below their own, so far."""
+        return self._replacement.num_moves
+
+    @property
     def num_free_pages(self) -> int:
-        """Exact pages that can still be allocated."""
+        """Exact pages that can still be allocated without letting go of any prefix."""
         return max(self._frames.free_units(), 0) >> self.config.exact_order
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Of the resident bytes, those of pages that only later requests may need: the first to go."""
+        if self.prefixes is None:
+            return 0
+        return int(self._frames.costs(self.prefixes.idle_pages()).sum()) * self._planes
 
     @property
     def resident_bytes(self) -> int:
@@ -88,42 +96,27 @@ class KVCache:
 
     def report(self, sequence: CachedSequence) -> dict[str, Any]:
         """What the sequence holds, in tokens and bytes by tier; the keys stay the same from version to version."""
-        config = self.config
-        counts = self._pages_by_bits(sequence)
-        sizes = {bits: config.page_cost(bits) * count * self._planes for bits, count in counts.items()}
-        warm_pages = sum(count for bits, count in counts.items() if bits < config.exact_bits)
-        sizes[config.exact_bits] = sizes.get(config.exact_bits, 0) - self._halves(sequence) * config.page_bytes // 2
-        hot_bytes = sizes[config.exact_bits]
-        resident = sum(sizes.values())
+        pages = np.array(sequence.pages)
+        bits, costs = self._frames.bits[pages], self._frames.costs(pages) * self._planes
+        warm = bits < self.config.exact_bits
+        warm_tokens = int(warm.sum()) * self.config.page_size
+        resident = int(costs.sum())
         return {
-            "hot_tokens": sequence.length - warm_pages * config.page_size,
-            "warm_tokens": warm_pages * config.page_size,
+            "hot_tokens": sequence.length - warm_tokens,
+            "warm_tokens": warm_tokens,
             "cold_tokens": 0,
-            "hot_bytes": hot_bytes,
-            "warm_bytes": resident - hot_bytes,
+            "hot_bytes": int(costs[~warm].sum()),
+            "warm_bytes": int(costs[warm].sum()),
             "cold_bytes": 0,
-            "pages_by_bits": counts,
-            "resident_bytes": resident,
+            "pages_by_bits": {kind: int((bits == kind).sum()) for kind in np.unique(bits).tolist()},
+            "resident_bytes": resident,  # of which other requests may hold a part too
             "total_bytes": resident,
-            "full_bytes": sequence.length * config.token_bytes,
+            "full_bytes": sequence.length * self.config.token_bytes,
             "peak_bytes": max(sequence.peak_bytes, resident),
             "moves": sequence.moves,  # of pages, each to a format below its own; none ever moves up
             "warm_mass": sequence.warm_mass,
             "missed_mass": 0.0,  # no token is dropped: every query attends to all of them
         }
-
-    def _pages_by_bits(self, sequence: CachedSequence) -> dict[int, int]:
-        bits, counts = np.unique(self._frames.bits[sequence.pages], return_counts=True)
-        return dict(zip(bits.tolist(), counts.tolist(), strict=True))
-
-    def _cost(self, sequence: CachedSequence) -> int:
-        """Bytes of its pages in one plane of one head."""
-        whole = sum(self.config.page_cost(bits) * count for bits, count in self._pages_by_bits(sequence).items())
-        return whole - self._halves(sequence) * self.config.page_cost(self.config.exact_bits) // 2
-
-    def _halves(self, sequence: CachedSequence) -> int:
-        """1 if its last page, the only one that can be, is halved, else 0."""
-        return int(bool(sequence.pages) and self._frames.is_half(sequence.pages[-1]))
 
     def missing_pages(self, sequence: CachedSequence, length: int) -> int:
         """Exact pages that the sequence lacks for `length` tokens."""
@@ -131,7 +124,8 @@ class KVCache:
 
     def outgrows(self, sequence: CachedSequence, length: int) -> bool:
         """Whether the sequence's last page is halved, and `length` tokens need all of it."""
-        return 2 * length > (2 * len(sequence.pages) - 1) * self.config.page_size and self._halves(sequence) > 0
+        half = bool(sequence.pages) and self._frames.is_half(sequence.pages[-1])
+        return half and 2 * length > (2 * len(sequence.pages) - 1) * self.config.page_size
 
     def reserve(self, sequence: CachedSequence, length: int, room: int = 0) -> None:
         """Give the sequence the pages for `length` tokens. room: further tokens expected, to be placed beside them.
@@ -146,122 +140,96 @@ class KVCache:
             last = sequence.pages[-1] if sequence.pages else None
             sequence.pages.extend(self._frames.alloc(last, missing, further))
 
-    def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Forget the tokens from `length` on and give back the pages that held nothing else."""
-        assert 0 <= length <= sequence.length, f"cannot truncate {sequence.length} tokens to {length}"
-        keep = self.config.pages_for(length)
-        whole = length % self.config.page_size == 0
-        assert whole or self._frames.is_exact(sequence.pages[keep - 1]), "the next token would go to a compressed page"
-        for page in sequence.pages[keep:]:
-            self._frames.free(page)
-        del sequence.pages[keep:]
-        sequence.length = length
-
     def free(self, sequence: CachedSequence) -> None:
-        """Give back everything the sequence has, reserved pages included."""
-        self.truncate(sequence, 0)
+        """Give back everything the sequence has, reserved pages included; what others own too stays theirs."""
+        if self.prefixes is not None:
+            self.prefixes.unlock([sequence])
+        for page in sequence.pages:
+            self._frames.free(page)
+        del sequence.pages[:]
+        sequence.length = 0
+        sequence.attention = AttentionRecord()
+
+    # What requests share.
+
+    def cached_tokens(self, tokens: list[int], salt: str = "", exact: bool = False) -> tuple[int, int]:
+        """How many of the tokens, from the first on, `adopt` would find; and how many of their full pages running
+        sequences own too, so that they take no place. Changes nothing."""
+        if self.prefixes is None:
+            return 0, 0
+        match = self.prefixes.match(tokens, salt, exact)
+        return match.length, int(np.count_nonzero(self._frames.owners[match.values] > 1))
+
+    def adopt(self, sequence: CachedSequence, tokens: list[int], salt: str = "", exact: bool = False) -> None:
+        """Begin an empty sequence with as many of the tokens as are cached. What a page is found in part of is copied,
+        if there is place."""
+        if self.prefixes is None:
+            return
+        match = self.prefixes.match(tokens, salt, exact)
+        if not match.length:
+            return
+        self.free(sequence)  # a step that failed may have left pages reserved
+        self.prefixes.adopt(sequence, match)
+        if match.tail is not None:
+            self._frames.share([match.tail])  # so that making room for the copy does not let go of it
+            try:
+                self.make_room(1, ())
+                self.reserve(sequence, match.length)
+            except OutOfPages:
+                pass  # then these few tokens are computed again
+            else:
+                self._frames.copy(sequence.pages[-1], match.tail, match.length % self.config.page_size)
+                sequence.length = match.length
+            finally:
+                self._frames.free(match.tail)
+
+    def keep(self, sequence: CachedSequence, tokens: list[int], salt: str = "") -> None:
+        """Let later sequences that begin with the same tokens find this one's; tokens: at least its `length`."""
+        if self.prefixes is None or not sequence.length:
+            return
+        measured = self.config.tiers is not None and sequence.length >= self.config.page_size
+        score = float(self._replacement.scores(sequence).mean()) if measured else 0.0
+        self.prefixes.keep(sequence, tokens, salt, score)
+
+    def forget(self, sequences: Sequence[CachedSequence] = ()) -> None:
+        """Let go of every prefix that no sequence holds, but these."""
+        if self.prefixes is not None:
+            self.prefixes.unlock(sequences)
+            self.prefixes.clear()
 
     # What the budget moves.
 
-    def settle(self, sequences: Iterable[CachedSequence]) -> None:
-        """Compress what the budget asks of each sequence, and what the bound on exact tokens asks of all together."""
-        tiers = self.config.tiers
-        if tiers is None:
-            return
-        sequences = list(sequences)
-        budgeted = tiers.budget is not None and tiers.budget < 1  # of 1, the page that is being filled is no reason
-        if budgeted or tiers.hot_ratio:
-            for sequence in sequences:
-                if (
-                    budgeted
-                    and len(sequence.pages) == self.config.pages_for(sequence.length)  # none is reserved behind it
-                    and 0 < 2 * (sequence.length % self.config.page_size) <= self.config.page_size
-                ):
-                    self._frames.halve(sequence.pages[sequence.length // self.config.page_size])
-                limit = self._limit(sequence.length, tiers.budget or 1.0)
-                self._shrink([sequence], self._cost(sequence) - limit, limit)
-        hot = sum(self._pages_by_bits(sequence).get(self.config.exact_bits, 0) for sequence in sequences)
-        if tiers.hot_layer_size is not None and hot * self.config.page_size > tiers.hot_layer_size:
-            self._shrink(sequences, 0, 0, hot_tokens=tiers.hot_layer_size)
-
-    def _limit(self, length: int, budget: float) -> int:
-        """Bytes of one plane of one head that `budget` grants a sequence.
-
-        Full pages have a format that the budget pays for, and never fall below it for the sake of the page that is
-        being filled and of the first page, which stays at 8 bits: in a short text these two may come on top.
-        """
-        config = self.config
-        full, rest = divmod(length, config.page_size)
-        exact, *costs = (config.page_cost(bits) for bits in (config.exact_bits, *WARM_BITS))
-        # A block of records may be this sequence's alone.
-        limit = int(budget * length * exact) // config.page_size - (config.unit_bytes << config.record_order)
-        paid = next((cost for cost in costs if cost <= budget * exact), costs[-1])
-        filled = 0 if not rest else exact // 2 if 2 * rest <= config.page_size else exact
-        return max(limit, min(full, 1) * costs[0] + max(full - 1, 0) * paid + filled)
+    def settle(self, sequences: Sequence[CachedSequence]) -> None:
+        """Compress what the budget asks of the running sequences, after a step."""
+        self._replacement.settle(sequences)
 
     def obtainable_pages(self, sequences: Sequence[CachedSequence]) -> int:
         """Exact pages there could be beside what the sequences hold, once that is as small as it can be."""
-        least = sum(self.config.least_units(sequence.length) for sequence in sequences)
+        size = self.config.page_size
+        full = {page for sequence in sequences for page in sequence.pages[: sequence.length // size]}
+        least = self.config.least_units(len(full) * size, len(sequences))
         return max(self.config.num_units - least, 0) >> self.config.exact_order
+
+    def idle_units(self) -> int:
+        """Units that are free, or will be when prefixes go that no running sequence holds."""
+        idle = 0 if self.prefixes is None else int(self._frames.bits[self.prefixes.idle_pages()].sum())
+        return self._frames.free_units() + idle
 
     def make_room(
         self, num_pages: int, sequences: Sequence[CachedSequence], growing: Sequence[CachedSequence] = ()
     ) -> None:
-        """Have room for so many exact pages, at the cost of what the sequences hold, once the halved last pages of the
-        growing ones are whole. Raises OutOfPages."""
+        """Have room for so many exact pages, at the cost of prefixes that no sequence holds, then of what the sequences
+        hold, once the halved last pages of the growing ones are whole. Raises OutOfPages."""
         wanted = num_pages << self.config.exact_order
-        while (short := wanted - self._frames.free_units(len(growing))) > 0 and self.config.tiers:
+        while (short := wanted - self._frames.free_units(len(growing))) > 0:
+            if self.prefixes is not None and (
+                self.prefixes.evict(-(-short >> self.config.exact_order)) or self.prefixes.unlock(sequences)
+            ):
+                continue
             capacity = (self.config.num_units - wanted) * self.config.unit_bytes
-            if not self._shrink(sequences, short * self.config.unit_bytes, capacity):
-                break
-        if short > 0:
-            raise OutOfPages(f"{num_pages} pages wanted, {self.num_free_pages} of {self.config.num_pages} free")
+            if not self._replacement.shrink(sequences, short * self.config.unit_bytes, capacity):
+                raise OutOfPages(f"{num_pages} pages wanted, {self.num_free_pages} of {self.config.num_pages} free")
         self._frames.join(num_pages, [sequence.pages[-1] for sequence in growing])
-
-    def _shrink(
-        self,
-        sequences: Sequence[CachedSequence],
-        excess: int,
-        limit: int,
-        hot_tokens: int | None = None,
-    ) -> bool:
-        """Move pages of the sequences down until `excess` bytes of a plane are free; says whether any could move.
-
-        limit: what they may take together; exact pages leave warm_layer_ratio of it to the others. hot_tokens: exact
-        tokens there may be.
-        """
-        config, tiers = self.config, self.config.tiers
-        assert tiers is not None
-        counts = [sequence.length // config.page_size for sequence in sequences]  # full pages
-        every = [page for sequence, count in zip(sequences, counts, strict=True) for page in sequence.pages[:count]]
-        if not every or (excess <= 0 and hot_tokens is None and not tiers.hot_ratio):
-            return False
-        ages = [page_ages(n, config.page_size, sequence.length) for sequence, n in zip(sequences, counts, strict=True)]
-        scores = [
-            score_pages(self._scorer, sequence.attention, age, tiers.importance)
-            for sequence, age in zip(sequences, ages, strict=True)
-        ]
-        page_ids, age = np.array(every), np.concatenate(ages)
-        pages = policy.Pages(
-            scores=np.concatenate(scores),
-            bits=self._frames.bits[page_ids].astype(np.int64),
-            ages=age,
-            recent=age < tiers.recent_tokens,
-            sinks=np.concatenate([np.arange(n) == 0 for n in counts]),
-        )
-        costs = {bits: config.page_cost(bits) for bits in (config.exact_bits, *WARM_BITS)}
-        exact_pages = int((pages.bits == config.exact_bits).sum())
-        room = hot_tokens // config.page_size if hot_tokens is not None else (
-            int(limit * (1 - tiers.warm_layer_ratio)) // costs[config.exact_bits]
-        )  # fmt: skip
-        moves = policy.plan(pages, costs, excess, exact_pages - room, tiers)
-        for bits in {move.bits for move in moves}:
-            self._frames.compress(page_ids[[move.page for move in moves if move.bits == bits]], bits)
-        owners = np.repeat(np.arange(len(sequences)), counts)
-        for move in moves:
-            sequences[owners[move.page]].moves += 1
-        self.num_moves += len(moves)
-        return bool(moves)
 
     # What a step reads and writes.
 
@@ -315,9 +283,12 @@ class KVCache:
 
     def commit(self, sequence: CachedSequence, count: int) -> None:
         """The next `count` tokens have been written."""
-        sequence.length += count
         if self.config.tiers is not None:
-            sequence.peak_bytes = max(sequence.peak_bytes, self._cost(sequence) * self._planes)
+            pages = np.array(sequence.pages)
+            sequence.peak_bytes = max(sequence.peak_bytes, int(self._frames.costs(pages).sum()) * self._planes)
+            if self._frames.lossy[pages].any():
+                self._frames.lossy[pages[sequence.length // self.config.page_size :]] = True
+        sequence.length += count
         assert self.config.pages_for(sequence.length) <= len(sequence.pages), "tokens written past the reserved pages"
 
     def _tensor(self, values: np.ndarray) -> Tensor:
@@ -326,12 +297,18 @@ class KVCache:
     def check(self, sequences: Iterable[CachedSequence]) -> None:
         """Assert the invariants; `sequences` are all that are alive."""
         sequences = list(sequences)
-        self._frames.check([page for sequence in sequences for page in sequence.pages])
+        used = [page for sequence in sequences for page in sequence.pages]
+        if self.prefixes is not None:
+            self.prefixes.tree.check()
+            used += self.prefixes.pages().tolist()
+        self._frames.check(used)
+        filled: list[int] = []
         for sequence in sequences:
             assert len(sequence.pages) >= self.config.pages_for(sequence.length), "a sequence lacks pages"
             if sequence.length % self.config.page_size:
-                page = sequence.pages[sequence.length // self.config.page_size]
-                assert self._frames.is_exact(page), "a page that is being filled is compressed"
+                filled.append(sequence.pages[sequence.length // self.config.page_size])
+                assert self._frames.is_exact(filled[-1]), "a page that is being filled is compressed"
+        assert len(set(filled)) == len(filled), "two sequences fill one page"
 
 
 def _pieces(frames: np.ndarray, length: int, page_size: int) -> tuple[tuple[int, int], ...]:

@@ -52,6 +52,10 @@ class CacheConfig:
     page_size: int = 64  # tokens
     tiers: TierConfig | None = None  # None: every page stays exact
     poison: bool = False  # for debugging: what is freed is overwritten with NaN
+    prefix_caching: bool = False  # what sequences leave behind serves those that begin alike
+    eviction_policy: str = "importance"  # importance | lru: which prefixes go first
+    max_prefix_children: int | None = 8  # of a node of their tree, see memory/radix.py
+    max_prefix_depth: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "itemsize"):
@@ -157,11 +161,13 @@ class CacheConfig:
         pages = sum(map(self.pages_for, most_tokens))
         return (self.tiers.budget or 1) < 1 or self.tiers.hot_ratio > 0 or pages * self.page_size > exact
 
-    def least_units(self, num_tokens: int) -> int:
-        """Units of a sequence of so many tokens with every full page as small as it can be, beside an exact one."""
+    def least_units(self, num_tokens: int, sequences: int = 1) -> int:
+        """Units of so many tokens in so many sequences with every full page as small as it can be, beside the page that
+        each is filling."""
+        frame = 1 << self.exact_order
         if self.tiers is None:
-            return self.pages_for(num_tokens) << self.exact_order
+            return self.pages_for(num_tokens) * frame + (sequences - 1) * frame
         full = num_tokens // self.page_size
         records = -(-full // self.records_per_block) << self.record_order
-        sinks = (WARM_BITS[0] - WARM_BITS[-1]) * min(full, 1)  # the first page stays at 8 bits
-        return full * WARM_BITS[-1] + sinks + records + (1 << self.exact_order)
+        sinks = (WARM_BITS[0] - WARM_BITS[-1]) * min(full, sequences)  # the first pages stay at 8 bits
+        return full * WARM_BITS[-1] + sinks + records + sequences * frame

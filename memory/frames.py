@@ -5,6 +5,7 @@
     start       8   16   32    2        first unit of its code run (3 bits: of the low two)
     high                       1        3 bits: unit of the high plane
     record      3              0        compressed: number of its record of scales
+    owners      1    3    1    2        sequences that hold it, and the tree of prefixes: it is freed with the last
 
                 0   1   2   3   4       8      12      16              32
     arena     | r | h3| low3|       free      | code0 | free | frame 1     | frame 2     | ...
@@ -35,6 +36,7 @@ from kernels.ops import LayerCache, Ops, WarmPages
 from memory.arena import Arena
 from memory.buddy import OutOfUnits
 from memory.config import WARM_BITS, CacheConfig
+from memory.errors import AllocatorError
 
 # Elements of exact pages that one call compresses: its temporaries are some ten times as many bytes.
 _MOVE_ELEMENTS = 1 << 22
@@ -65,6 +67,8 @@ class Frames:
         self._start = np.zeros(count, dtype=np.int32)
         self._high = np.zeros(count if config.tiers else 0, dtype=np.int32)
         self._record = np.zeros(count if config.tiers else 0, dtype=np.int32)
+        self.owners = np.zeros(count, dtype=np.int32)
+        self.lossy = np.zeros(count, dtype=bool)  # K and V are rounded, or were computed over some that are
         self._free_pages = list(range(count - 1, -1, -1))
         self._halves: set[int] = set()
 
@@ -112,6 +116,8 @@ class Frames:
         pages = [self._free_pages.pop() for _ in starts]
         self._start[pages] = starts
         self.bits[pages] = self.config.exact_bits
+        self.owners[pages] = 1
+        self.lossy[pages] = False
         return pages
 
     def _place(self, starts: list[int], last: int | None, missing: int, room: int) -> None:
@@ -136,6 +142,15 @@ class Frames:
     def is_half(self, page: int) -> bool:
         """Whether the page is exact and has the frame of its first page_size / 2 tokens only."""
         return page in self._halves
+
+    def costs(self, pages: np.ndarray) -> np.ndarray:
+        """Bytes of each page in one plane of one head."""
+        costs = np.zeros(self.config.exact_bits + 1, dtype=np.int64)
+        for bits in (self.config.exact_bits, *WARM_BITS):
+            costs[bits] = self.config.page_cost(bits)
+        found: np.ndarray = costs[self.bits[pages]]
+        found[np.isin(pages, list(self._halves))] //= 2
+        return found
 
     def halve(self, page: int) -> None:
         """Give back the second half of an exact page's frame, in which nothing is."""
@@ -169,8 +184,24 @@ class Frames:
             self._halves.difference_update(growing)
             self._compact()
 
+    def share(self, pages: list[int]) -> None:
+        """Have one owner more for each of the pages, which are in use and differ."""
+        assert self.owners[pages].all(), "a page that nobody owns is shared"
+        self.owners[pages] += 1
+
+    def copy(self, page: int, source: int, num_tokens: int) -> None:
+        """Give an exact page the first tokens of another one."""
+        target, origin = (int(self._start[p]) >> self.config.exact_order for p in (page, source))
+        self._frames[:, :, :, target, :num_tokens] = self._frames[:, :, :, origin, :num_tokens]
+        self.lossy[page] = self.lossy[source]
+
     def free(self, page: int) -> None:
-        """Give back everything the page has."""
+        """Take one owner from the page; with the last one everything that it has. AllocatorError if it has none."""
+        if self.owners[page] < 1:
+            raise AllocatorError(f"page {page} is in nobody's use: freed twice, or never allocated")
+        self.owners[page] -= 1
+        if self.owners[page]:
+            return
         self._free_codes(page)
         if not self.is_exact(page):
             self._warm.free_record(int(self._record[page]))
@@ -196,6 +227,7 @@ class Frames:
     def _compress_some(self, pages: np.ndarray, source: int, bits: int) -> None:
         """Pages of one format; few enough for the temporary copies that are made of them."""
         assert bits < source
+        self.lossy[pages] = True
         shape = (self.config.num_layers, self.config.num_kv_heads, len(pages), -1)
         kept = []
         for plane in range(2):
@@ -267,8 +299,11 @@ class Frames:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
     def check(self, used: list[int]) -> None:
-        """Assert the invariants; `used` are the pages of all sequences."""
-        assert sorted(used + self._free_pages) == list(range(len(self.bits))), "a page is lost or used twice"
+        """Assert the invariants; `used` are the pages of all owners, one entry for each."""
+        owners = np.bincount(np.array(used, dtype=np.int64), minlength=len(self.bits))
+        assert (owners == self.owners).all(), "owners of pages are counted wrong"
+        used = np.flatnonzero(owners).tolist()
+        assert sorted(used + self._free_pages) == list(range(len(self.bits))), "a page is lost, or free and in use"
         exact: list[int] = []
         warm: list[int] = []
         records: list[int] = []

@@ -45,13 +45,16 @@ class Pages:
     ages: np.ndarray  # int: tokens between the page's last token and its sequence's newest
     recent: np.ndarray  # bool: last in every step of the ladder
     sinks: np.ndarray  # bool: the page of a sequence's first tokens, which all queries attend to
+    shares: np.ndarray  # float: of its bytes, that count: 1, or less where others who have the page pay for it too
 
 
 def plan(pages: Pages, costs: dict[int, int], excess: int, exact_excess: int, tiers: TierConfig) -> list[Move]:
     """Moves that free at least `excess` bytes, or all that can be freed; and that take at least `exact_excess` pages
     out of the exact ones. costs: bytes of a page of each format."""
     bits = _by_shares(pages, tiers) if tiers.hot_ratio else pages.bits.copy()
-    excess -= sum(costs[int(old)] - costs[int(new)] for old, new in zip(pages.bits, bits, strict=True))
+    sizes = np.zeros(max(costs) + 1)
+    sizes[list(costs)] = list(costs.values())
+    excess -= int(((sizes[pages.bits] - sizes[bits]) * pages.shares).sum())
     scores = np.nan_to_num(pages.scores, nan=0.0)
     hot = pages.sinks | (scores >= tiers.hot_threshold)
     # Lowest score first; of equal ones the oldest, so that without scores this is first in, first down.
@@ -61,7 +64,7 @@ def plan(pages: Pages, costs: dict[int, int], excess: int, exact_excess: int, ti
         if step < WARM_BITS[0]:
             movable &= ~pages.sinks
         above = order[movable[order]]
-        saved = np.cumsum([costs[int(b)] - costs[step] for b in bits[above]])
+        saved = np.cumsum((sizes[bits[above]] - sizes[step]) * pages.shares[above])
         needed = 0 if excess <= 0 else min(int(np.searchsorted(saved, excess)) + 1, len(above))
         if step == WARM_BITS[0]:
             needed = min(max(needed, exact_excess), len(above))

@@ -17,7 +17,7 @@ import pytest
 from oracle.checkpoint import make_checkpoint, random_weights, write_json, write_weights
 
 from engine import LLM, ConfigError, SamplingParams
-from engine.config import parse_size
+from engine.settings import parse_size
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "The cat sat near the stove"

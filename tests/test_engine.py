@@ -60,6 +60,7 @@ def load(path, **settings):
 
 
 def assert_empty(llm):
+    llm._cache.forget()
     stats = llm.stats()
     assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
     assert stats["kv_cache_usage"] == 0 and not llm._requests
@@ -735,6 +736,7 @@ def test_stats(llm):
         "num_requests_running", "num_requests_waiting", "weights_bytes", "kv_resident_bytes", "kv_capacity_bytes",
         "kv_cold_bytes", "kv_bytes_per_token", "kv_cache_usage", "max_model_len", "peak_rss_bytes",
     }  # fmt: skip
+    llm._cache.forget()  # of other tests
     empty = llm.stats()
     assert keys <= set(empty)
     assert empty["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, head_dim, bytes
@@ -747,8 +749,14 @@ def test_stats(llm):
     assert busy["kv_resident_bytes"] - empty["kv_resident_bytes"] == 3 * PAGE * empty["kv_bytes_per_token"]
     assert all(isinstance(value, int | float) and math.isfinite(value) for value in busy.values())
     llm.abort(request_id)
-    assert {k: v for k, v in llm.stats().items() if k != "peak_rss_bytes"} == {
-        k: v for k, v in empty.items() if k != "peak_rss_bytes"
+    after = llm.stats()
+    assert after["num_requests_running"] == after["kv_cache_usage"] == 0
+    assert after["kv_prefix_bytes"] == after["kv_resident_bytes"] - empty["kv_resident_bytes"] > 0
+    assert after["num_prompt_tokens"] == empty["num_prompt_tokens"] + 40 and after["prefix_tree_depth"] == 1
+    llm._cache.forget()
+    changed = {"peak_rss_bytes", "num_prompt_tokens"}
+    assert {k: v for k, v in llm.stats().items() if k not in changed} == {
+        k: v for k, v in empty.items() if k not in changed
     }
 
 

@@ -19,7 +19,7 @@ from oracle.llama64 import forward, greedy, load_config, load_weights, logprobs,
 
 from engine import LLM, ConfigError, ModelFormatError, SamplingParams
 from engine.scheduler import Schedule
-from memory.cache import CachedSequence
+from memory.prefix import CachedSequence
 from models.llama.config import LlamaConfig
 from models.llama.rope import rope_table
 
@@ -273,7 +273,7 @@ def assert_as_alone(llm, alone):
     for score, expected in zip(llm.score(PROMPTS), alone[2], strict=True):
         np.testing.assert_allclose(score, expected, rtol=0, atol=TOLERANCE)
     llm._cache.check([])
-    assert llm._cache.num_free_pages == llm._cache.config.num_pages
+    assert llm.stats()["kv_cache_usage"] == 0
 
 
 def test_alone_is_what_the_oracle_says(checkpoint, alone):

@@ -24,6 +24,7 @@ def make(scores, bits=16, ages=None, recent=(), sinks=()):
         ages=np.arange(n)[::-1] * 10 if ages is None else np.array(ages),
         recent=flags[0],
         sinks=flags[1],
+        shares=np.ones(n),
     )
 
 
@@ -216,7 +217,7 @@ def test_any_plan(rows, excess, exact_excess, tiers):
     scores, bits, ages, recent, sinks = zip(*rows, strict=True) if rows else ((),) * 5
     pages = Pages(
         np.array(scores, dtype=float), np.array(bits, dtype=np.int64), np.array(ages, dtype=np.int64),
-        np.array(recent, dtype=bool), np.array(sinks, dtype=bool),
+        np.array(recent, dtype=bool), np.array(sinks, dtype=bool), np.ones(len(rows)),
     )  # fmt: skip
     before = [x.copy() for x in (pages.scores, pages.bits, pages.ages, pages.recent, pages.sinks)]
     moves = plan(pages, COSTS, excess, exact_excess, tiers)

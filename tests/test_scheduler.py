@@ -1,4 +1,7 @@
-"""The scheduler alone: a real cache, and in place of a model a count that is committed and a token that is appended."""
+"""The scheduler alone: a real cache, and in place of a model a count that is committed and a token that is appended.
+
+What is in the pages is tests/test_sharing_cache.py's, and whether answers stay the same tests/test_sharing.py's.
+"""
 
 import itertools
 import random
@@ -17,23 +20,28 @@ from memory.config import CacheConfig, TierConfig
 PAGE = 16
 
 
-def make_scheduler(pages=8, budget=32, seqs=8):
-    token_bytes = 2 * 8 * 4  # K and V of one head of 8 float32
+def make_scheduler(pages=8, budget=32, seqs=8, caching=False, page=PAGE, tiers=None, shape=(8, 4)):
+    """shape: elements of a head (there is one, in one layer), and their bytes."""
+    dim, itemsize = shape
     config = CacheConfig(
-        num_layers=1, num_kv_heads=1, head_dim=8, itemsize=4, capacity_bytes=pages * PAGE * token_bytes, page_size=PAGE
-    )
-    return Scheduler(KVCache(config, torch.float32, torch.device("cpu"), reference), budget, seqs)
+        num_layers=1, num_kv_heads=1, head_dim=dim, itemsize=itemsize, capacity_bytes=pages * page * 2 * dim * itemsize,
+        page_size=page, tiers=tiers, prefix_caching=caching,
+    )  # fmt: skip
+    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
+    return Scheduler(KVCache(config, dtype, torch.device("cpu"), reference), budget, seqs)
 
 
 _ids = itertools.count()
 
 
-def make_request(prompt, answer, scores=None):
+def make_request(prompt, answer, scores=None, **params):
+    """prompt: its tokens, or how many; those of two requests begin alike."""
+    tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
     return Request(
         id=next(_ids),
-        params=SamplingParams(max_tokens=max(answer, 1)),
-        tokens=list(range(prompt)),
-        num_prompt_tokens=prompt,
+        params=SamplingParams(max_tokens=max(answer, 1), **params),
+        tokens=tokens,
+        num_prompt_tokens=len(tokens),
         max_tokens=answer,
         eos_ids=frozenset(),
         generator=None,
@@ -47,19 +55,34 @@ def check(scheduler):
     assert not any(request.sequence.pages for request in scheduler.waiting)
 
 
-def step(scheduler):
-    """What the engine does with a schedule; returns it. A request ends with its last token, which is not computed."""
+def assert_empty(scheduler):
+    cache = scheduler.cache
+    cache.forget()
+    check(scheduler)
+    assert cache.num_free_pages == cache.config.num_pages and cache.resident_bytes == cache._frames.table_bytes
+
+
+def step(scheduler, fails=False):
+    """What the engine does with a schedule; returns it. A request ends with its last token, which is not computed.
+    fails: nothing is committed."""
     schedule = scheduler.schedule()
     assert schedule.requests or not (scheduler.running or scheduler.waiting), "nothing is computed and requests remain"
     check(scheduler)
-    for request, count in zip(schedule.requests, schedule.counts, strict=True):
-        assert 1 <= count <= request.num_pending
-        scheduler.cache.commit(request.sequence, count)
-        if request.num_pending == 0:
-            if request.scores is None:
-                request.tokens.append(0)
-            if len(request.tokens) - request.num_prompt_tokens >= request.max_tokens:
-                scheduler.finish(request, "length")
+    assert all(
+        1 <= count <= request.num_pending
+        for request, count in zip(schedule.requests, schedule.counts, strict=True)
+    )  # fmt: skip
+    assert all(count == 1 for count in schedule.counts[: schedule.num_decodes])
+    assert all(count > 1 for count in schedule.counts[schedule.num_decodes :])
+    if not fails:
+        for request, count in zip(schedule.requests, schedule.counts, strict=True):
+            scheduler.commit(request, count)
+            if request.num_pending == 0:
+                if request.scores is None:
+                    request.tokens.append(sum(request.tokens) % 7)  # equal texts go on alike
+                if len(request.tokens) - request.num_prompt_tokens >= request.max_tokens:
+                    scheduler.finish(request, "length")
+        scheduler.cache.settle([request.sequence for request in scheduler.running])
     check(scheduler)
     return schedule
 
@@ -105,15 +128,255 @@ def test_a_chunk_of_one_token_counts_as_a_decode_and_stands_before_longer_ones()
     first, second = make_request(11, 1), make_request(20, 1)
     scheduler.add(first)
     scheduler.add(second)
-    step(scheduler)  # 10 of the first
+    step(scheduler)
     schedule = step(scheduler)
+    assert (schedule.requests, schedule.counts, schedule.num_decodes) == ([first, second], [5, 5], 0)
+    schedule = step(scheduler)  # one token is left of the first
     assert (schedule.requests, schedule.counts, schedule.num_decodes) == ([first, second], [1, 9], 1)
     scheduler = make_scheduler(pages=16, budget=10)
-    one, other = make_request(9, 1), make_request(20, 1)
-    scheduler.add(one)
-    scheduler.add(other)
-    schedule = step(scheduler)  # 9 of the first, and room for one token of the second
-    assert (schedule.requests, schedule.counts, schedule.num_decodes) == ([other, one], [1, 9], 1)
+    long, short = make_request(30, 1), make_request(6, 1)
+    scheduler.add(long)
+    scheduler.add(short)
+    step(scheduler)  # 5 of each
+    schedule = step(scheduler)
+    assert (schedule.requests, schedule.counts, schedule.num_decodes) == ([short, long], [1, 9], 1)
+
+
+# Who gets how much.
+
+
+def test_half_of_the_budget_is_for_the_shortest_and_the_rest_goes_in_the_order_of_arrival():
+    scheduler = make_scheduler(pages=400, budget=100)
+    lengths = (1000, 500, 30, 40, 10)
+    requests = [make_request([1000 * i] * length, 1) for i, length in enumerate(lengths)]
+    for request in requests:
+        scheduler.add(request)
+    schedule = step(scheduler)
+    # 10 and 30 of the shortest, 10 of the next one; what is left goes to the oldest.
+    assert dict(zip(schedule.requests, schedule.counts, strict=True)) == dict(
+        zip([requests[i] for i in (0, 2, 3, 4)], (50, 30, 10, 10), strict=True)
+    )
+    schedule = step(scheduler)
+    assert dict(zip(schedule.requests, schedule.counts, strict=True)) == dict(
+        zip([requests[i] for i in (0, 1, 3)], (50, 20, 30), strict=True)
+    )
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("others", [0, 1, 5])
+def test_a_short_prompt_does_not_wait_behind_long_ones(caching, others):
+    """16 tokens behind 32,768, and further long ones: begun in the step after they came, and answered."""
+    scheduler = make_scheduler(pages=5000, budget=512, seqs=64, caching=caching, page=64)
+    longs = [make_request([i] * 32768, 4) for i in range(1 + others)]
+    for request in longs:
+        scheduler.add(request)
+    for _ in range(3):
+        step(scheduler)
+    short = make_request([99] * 16, 4)
+    scheduler.add(short)
+    step(scheduler)
+    assert short.sequence.length == 16 and len(short.tokens) == 17
+    for _ in range(3):
+        step(scheduler)
+    assert short.finish_reason == "length"
+    # The oldest one has at least half of what decodes leave; the next one, if any, the other half.
+    assert longs[0].sequence.length >= 7 * (512 - 4) // 2 - 16
+
+
+def test_a_long_prompt_goes_on_behind_any_number_of_short_ones():
+    scheduler = make_scheduler(pages=400, budget=64, seqs=8)
+    long = make_request([1] * 4000, 1)
+    scheduler.add(long)
+    for number in range(1000):
+        if long.finish_reason:
+            break
+        while len(scheduler.waiting) < 8:
+            scheduler.add(make_request([2 + number] * 16, 1))
+        before = long.sequence.length
+        schedule = step(scheduler)
+        left = 64 - schedule.num_decodes
+        assert long.finish_reason or long.sequence.length - before >= min(left // 2, 4000 - before)
+    assert number <= 4000 / 28
+
+
+# What begins alike.
+
+
+def chunks(schedule, *requests):
+    counts = dict(zip(schedule.requests, schedule.counts, strict=True))
+    return [counts.get(request, 0) for request in requests]
+
+
+def test_a_prompt_that_is_cached_computes_its_last_token():
+    scheduler = make_scheduler(pages=16, caching=True, budget=100)
+    first, again, longer = make_request(70, 3), make_request(70, 3), make_request(80, 3)
+    scheduler.add(first)
+    assert drain(scheduler) == 3
+    scheduler.add(again)
+    schedule = step(scheduler)
+    assert (chunks(schedule, again), schedule.num_decodes, again.num_cached_tokens) == ([1], 1, 69)
+    drain(scheduler)
+    scheduler.add(longer)
+    assert chunks(step(scheduler), longer) == [10] and longer.num_cached_tokens == 70
+    drain(scheduler)
+    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (220, 139)
+    assert first.tokens == again.tokens
+    assert_empty(scheduler)
+
+
+def test_the_answer_is_kept_too():
+    """Its last token was never computed."""
+    scheduler = make_scheduler(pages=16, caching=True, budget=100)
+    first = make_request(20, 30)
+    scheduler.add(first)
+    drain(scheduler)
+    turn = make_request([*first.tokens, 1, 2, 3], 1)
+    scheduler.add(turn)
+    step(scheduler)
+    assert turn.num_cached_tokens == 49
+    assert_empty(scheduler)
+
+
+def test_who_begins_like_an_older_one_waits_for_its_pages():
+    """Two equal prompts and one that differs from token 40 on, in one step: no page that they share is computed twice;
+    for less than a page nobody waits."""
+    scheduler = make_scheduler(pages=32, caching=True, budget=32)
+    a, b, c = make_request(70, 2), make_request(70, 2), make_request([*range(40), *[9] * 30], 2)
+    for request in (a, b, c):
+        scheduler.add(request)
+    computed = []
+    while a.finish_reason is None or b.finish_reason is None or c.finish_reason is None:
+        computed.append(chunks(step(scheduler), a, b, c))
+    assert computed[:2] == [[32, 0, 0], [16, 0, 16]]  # the third page of c is its own
+    assert [sum(chunk) for chunk in zip(*computed, strict=True)] == [71, 71 - 64, 71 - 32]
+    assert [request.num_cached_tokens for request in (a, b, c)] == [0, 64, 32]
+    assert a.tokens == b.tokens
+    assert_empty(scheduler)
+
+
+@pytest.mark.parametrize("case", ["salt", "scored", "short", "off"])
+def test_who_cannot_use_an_older_one_does_not_wait_for_it(case):
+    scheduler = make_scheduler(pages=32, caching=case != "off", budget=64)
+    length = 15 if case == "short" else 40
+    a = make_request(length, 2)
+    b = make_request(length, 2, cache_salt="b" if case == "salt" else "")
+    if case == "scored":
+        b = make_request(length, 0, [])
+    scheduler.add(a)
+    scheduler.add(b)
+    assert all(chunks(step(scheduler), a, b))
+    drain(scheduler)
+    assert b.num_cached_tokens == 0
+    assert_empty(scheduler)
+
+
+def test_who_waits_for_another_goes_on_without_it():
+    """The older one is aborted: what it had computed is there, the rest is not waited for."""
+    scheduler = make_scheduler(pages=32, caching=True, budget=32)
+    a, b = make_request(100, 2), make_request(100, 2)
+    scheduler.add(a)
+    scheduler.add(b)
+    step(scheduler)
+    scheduler.finish(a, "abort")
+    assert chunks(step(scheduler), b) == [32] and b.num_cached_tokens == 32
+    drain(scheduler)
+    assert_empty(scheduler)
+
+
+def test_a_request_that_begins_after_a_step_that_failed():
+    """Its pages were reserved when an older one, of the same text, left what it had computed."""
+    scheduler = make_scheduler(pages=32, caching=True, budget=1)
+    a = make_request(40, 2)
+    scheduler.add(a)
+    for _ in range(20):  # token by token, nothing is kept before the end
+        step(scheduler)
+    scheduler.max_num_batched_tokens = 64
+    b = make_request(12, 2)
+    scheduler.add(b)
+    step(scheduler, fails=True)
+    assert b.sequence.pages and not b.sequence.length
+    scheduler.finish(a, "abort")
+    drain(scheduler)
+    assert len(b.tokens) == 14
+    assert_empty(scheduler)
+
+
+def test_a_scored_request_neither_uses_nor_leaves_anything():
+    scheduler = make_scheduler(pages=16, caching=True, budget=100)
+    scheduler.add(make_request(40, 0, scores=[]))
+    drain(scheduler)
+    assert scheduler.cache.cached_tokens(list(range(40))) == (0, 0)
+    scheduler.add(make_request(40, 2))
+    drain(scheduler)
+    scored = make_request(40, 0, scores=[])
+    scheduler.add(scored)
+    assert chunks(step(scheduler), scored) == [40] and scored.num_cached_tokens == 0
+    assert_empty(scheduler)
+
+
+def test_what_failed_is_not_kept():
+    scheduler = make_scheduler(pages=16, caching=True, budget=100)
+    request = make_request(40, 9)
+    scheduler.add(request)
+    step(scheduler)
+    scheduler.finish(request, "error")
+    assert scheduler.cache.cached_tokens(list(range(40))) == (0, 0)
+    assert scheduler.cache.num_free_pages == 16
+    assert_empty(scheduler)
+
+
+# A pool that is short.
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_the_newest_request_is_preempted_and_comes_back_first(caching):
+    """10 pages: four prompts of two pages each and a page to grow into fit, four answers of 40 tokens do not."""
+    scheduler = make_scheduler(pages=10, budget=256, caching=caching)
+    requests = [make_request([i] * 17, 40) for i in range(5)]
+    for request in requests:
+        scheduler.add(request)
+    ended, preempted = [], []
+    while scheduler.running or scheduler.waiting:
+        before = list(scheduler.running)
+        step(scheduler)
+        gone = [r for r in before if r not in scheduler.running and not r.finish_reason]
+        assert gone == before[len(before) - len(gone) :], "an older one made room for a newer one"
+        preempted += gone
+        assert scheduler.running + list(scheduler.waiting) == [r for r in requests if not r.finish_reason]
+        ended += [r for r in requests if r.finish_reason and r not in ended]
+    assert ended == requests and all(len(request.tokens) == 57 for request in requests)
+    assert scheduler.num_preemptions == len(preempted) == sum(request.num_preemptions for request in requests) > 0
+    assert requests[0].num_preemptions == 0 and all(request.num_preemptions < 3 for request in requests)
+    assert_empty(scheduler)
+
+
+def test_a_preempted_request_finds_what_it_had_computed():
+    scheduler = make_scheduler(pages=16, budget=256, caching=True)
+    a, b = make_request([1] * 33, 30), make_request([2] * 33, 30)
+    scheduler.add(a)
+    scheduler.add(b)
+    for _ in range(5):
+        step(scheduler)
+    assert scheduler.preempt() and list(scheduler.waiting) == [b] and b.sequence.length == 0
+    assert not scheduler.preempt(), "the last one stays"
+    assert chunks(step(scheduler), a, b) == [1, 1] and len(b.tokens) == 33 + 6
+    assert (b.num_cached_tokens, b.num_preemptions, scheduler.num_cached_tokens) == (0, 1, 0)
+    drain(scheduler)
+    assert_empty(scheduler)
+
+
+def test_prefixes_that_nobody_holds_go_before_a_request_is_preempted():
+    scheduler = make_scheduler(pages=8, budget=256, caching=True)
+    for i in range(3):
+        scheduler.add(make_request([i] * 40, 1))
+        drain(scheduler)
+    assert scheduler.cache.num_free_pages == 0
+    requests = [make_request([10 + i] * 30, 20) for i in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    drain(scheduler)
+    assert scheduler.num_preemptions == 0 and all(len(request.tokens) == 50 for request in requests)
+    assert_empty(scheduler)
 
 
 def test_first_come_first_served():
@@ -201,46 +464,55 @@ workload = st.lists(
     min_size=1,
     max_size=14,
 )
+shared = st.integers(0, 70)  # tokens with which all prompts begin
 
 
-@settings(max_examples=150, deadline=None)
-@given(workload=workload, pages=st.integers(7, 20), budget=st.integers(1, 48), seqs=st.integers(1, 16))
-def test_any_workload(workload, pages, budget, seqs):
-    """The promises: the budget holds, no admitted request runs out of pages, the order is kept, everybody ends."""
-    scheduler = make_scheduler(pages, budget, seqs)
-    arrivals = [(arrival, make_request(prompt, answer), abort) for prompt, answer, arrival, abort in workload]
-    arrivals.sort(key=lambda entry: entry[0])
-    started = []
+def requests_of(workload, alike):
+    """(arrival, request, abort), in the order of arrival: some prompts are equal, all begin alike."""
+    entries = []
+    for i, (prompt, answer, arrival, abort) in enumerate(workload):
+        tokens = [token if token < alike else 100 * (i % 3) + token for token in range(prompt)]
+        entries.append((arrival, make_request(tokens, answer, cache_salt="x" * (i % 5 == 4)), abort))
+    return sorted(entries, key=lambda entry: entry[0])
+
+
+def serve(scheduler, entries, fails=()):
+    """All requests to their ends, with what is promised at every step."""
+    last = max((arrival for arrival, _, _ in entries), default=0)
     for number in range(5000):
-        for arrival, request, _ in arrivals:
+        for arrival, request, _ in entries:
             if arrival == number:
                 scheduler.add(request)
-        before = {id(r): r.sequence.length for _, r, _ in arrivals}
-        schedule = step(scheduler)
-        assert len(schedule.requests) == len(schedule.counts) <= seqs
-        assert len({id(request) for request in schedule.requests}) == len(schedule.requests)
-        assert all(count == 1 for count in schedule.counts[: schedule.num_decodes])
-        assert all(count > 1 for count in schedule.counts[schedule.num_decodes :])
+        schedule = step(scheduler, fails=number in fails)
+        assert len(schedule.requests) == len(schedule.counts) <= scheduler.max_num_seqs
+        assert len(set(map(id, schedule.requests))) == len(schedule.requests)
         # Requests that generate take a token each whatever the budget is; prompts share what they leave of it.
-        generating = sum(before[id(r)] >= r.num_prompt_tokens for r in schedule.requests)
-        assert sum(schedule.counts) <= max(budget, generating)
-        # First come, first served: whoever still waits came after all that run.
-        running, waiting = scheduler.running, list(scheduler.waiting)
-        assert [r for _, r, _ in arrivals if r in waiting] == waiting
-        started += [r for r in running if r not in started]
-        assert [r for _, r, _ in arrivals if r in started] == started
-        for _, request, abort in arrivals:
-            if abort == number and request.finish_reason is None and any(r is request for r in scheduler.running):
+        assert sum(schedule.counts) <= max(scheduler.max_num_batched_tokens, schedule.num_decodes)
+        # First come, first served: whoever waits came after all that run.
+        alive = scheduler.running + list(scheduler.waiting)
+        assert alive == [r for _, r, _ in entries if any(r is other for other in alive)]
+        for _, request, abort in entries:
+            if abort == number and request.finish_reason is None and any(r is request for r in alive):
                 scheduler.finish(request, "abort")
         check(scheduler)
-        if not (scheduler.running or scheduler.waiting) and number >= max(arrival for arrival, _, _ in arrivals):
+        if not (scheduler.running or scheduler.waiting) and number >= last:
             break
     else:
         raise AssertionError("some request never ended")
-    for _, request, abort in arrivals:
+    for _, request, abort in entries:
         assert request.finish_reason == "length" or (request.finish_reason == "abort" and abort is not None)
         assert request.finish_reason == "abort" or len(request.tokens) == request.num_prompt_tokens + request.max_tokens
-    assert scheduler.cache.num_free_pages == pages
+    assert_empty(scheduler)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    workload=workload, pages=st.integers(7, 20), budget=st.integers(1, 48), seqs=st.integers(1, 16),
+    caching=st.booleans(), alike=shared, fails=st.sets(st.integers(0, 60), max_size=4),
+)  # fmt: skip
+def test_any_workload(workload, pages, budget, seqs, caching, alike, fails):
+    """The promises: the budget holds, the order is kept, everybody ends."""
+    serve(make_scheduler(pages, budget, seqs, caching), requests_of(workload, alike), fails)
 
 
 @settings(max_examples=60, deadline=None)
@@ -275,52 +547,29 @@ larger = st.lists(
 @given(
     workload=larger, pages=st.integers(2, 24), budget=st.integers(1, 200), seqs=st.integers(1, 8), tiers=tiers,
     shape=st.sampled_from([(8, 16, 4), (64, 32, 2), (128, 32, 4)]), fails=st.sets(st.integers(0, 60), max_size=4),
+    caching=st.booleans(), alike=st.integers(0, 300),
 )  # fmt: skip
-def test_any_workload_in_a_pool_that_is_too_small(workload, pages, budget, seqs, tiers, shape, fails):
+def test_any_workload_in_a_pool_that_is_too_small(
+    workload, pages, budget, seqs, tiers, shape, fails, caching, alike
+):  # fmt: skip
     """What fits the pool at its smallest is served to its end, in its order, also when a step fails before its commit:
     room is found for every page that is scheduled."""
-    serve(workload, pages, budget, seqs, tiers, shape, fails)
+    serve_small(workload, pages, budget, seqs, tiers, shape, fails, caching, alike)
 
 
-def serve(workload, pages, budget, seqs, tiers, shape, fails=()):
+def serve_small(workload, pages, budget, seqs, tiers, shape, fails=(), caching=False, alike=1000):
     dim, size, itemsize = shape
-    config = CacheConfig(1, 1, dim, itemsize, pages * size * 2 * dim * itemsize, size, tiers)
-    cache = KVCache(config, torch.float32 if itemsize == 4 else torch.bfloat16, torch.device("cpu"), reference)
-    scheduler = Scheduler(cache, budget, seqs)
-    entries = [(arrival, make_request(prompt, answer), abort) for prompt, answer, arrival, abort in workload]
+    scheduler = make_scheduler(pages, budget, seqs, caching, size, tiers, (dim, itemsize))
+    config = scheduler.cache.config
+    entries = requests_of(workload, alike)
     entries = [entry for entry in entries if config.least_units(entry[1].most_tokens) <= config.num_units]
-    last = max((arrival for arrival, _, _ in entries), default=0)
-    for number in range(5000):
-        for arrival, request, _ in entries:
-            if arrival == number:
-                scheduler.add(request)
-        schedule = scheduler.schedule()
-        assert schedule.requests or not (scheduler.running or scheduler.waiting), "nothing is computed"
-        check(scheduler)
-        if number not in fails:
-            for request, count in zip(schedule.requests, schedule.counts, strict=True):
-                cache.commit(request.sequence, count)
-                if request.num_pending == 0:
-                    request.tokens.append(0)
-                    if len(request.tokens) - request.num_prompt_tokens >= request.max_tokens:
-                        scheduler.finish(request, "length")
-            cache.settle([request.sequence for request in scheduler.running])
-        for _, request, abort in entries:
-            if abort == number and request.finish_reason is None and any(r is request for r in scheduler.running):
-                scheduler.finish(request, "abort")
-        check(scheduler)
-        if not (scheduler.running or scheduler.waiting) and number >= last:
-            break
-    else:
-        raise AssertionError("some request never ended")
-    assert all(request.finish_reason for _, request, _ in entries)
-    assert cache.num_free_pages == pages and cache.resident_bytes == cache._frames.table_bytes
+    serve(scheduler, entries, fails)
 
 
 def test_pages_that_are_halved_leave_room():
     """A budget in a small pool; the first of these alone fails with 2 pages: 24 tokens, the second page halved."""
-    for seed in range(30):
+    for seed in range(10):
         rng = random.Random(seed)
         workload = [(rng.randint(1, 60), rng.randint(1, 60), 0, None) for _ in range(8)]
         for share in (0.2, 0.3, 0.5):
-            serve(workload, 2 + seed % 12, 64, 16, TierConfig(budget=share), (8, 16, 2))
+            serve_small(workload, 2 + seed % 12, 64, 16, TierConfig(budget=share), (8, 16, 2), caching=seed % 2 == 1)

@@ -19,9 +19,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from kernels import reference
 from memory.arena import Arena
-from memory.cache import CachedSequence, KVCache, OutOfPages
+from memory.cache import KVCache
 from memory.config import WARM_BITS, CacheConfig, TierConfig
 from memory.errors import AllocatorError
+from memory.frames import OutOfPages
+from memory.prefix import CachedSequence
 from tools.float64 import decompress, hadamard
 
 LAYERS, HEADS = 2, 2

@@ -34,7 +34,9 @@ def plain(directory):
 
 
 def load(path, **settings):
-    return LLM(path, **{"threads": 1, "dtype": "float32", "page_size": PAGE, **settings})
+    """What requests share is tests/test_sharing.py's: here a text is always read anew."""
+    fixed = {"threads": 1, "dtype": "float32", "page_size": PAGE, "enable_prefix_caching": False}
+    return LLM(path, **{**fixed, **settings})
 
 
 def prompt(length, seed=0):
@@ -292,31 +294,45 @@ def test_an_abort_at_any_step(directory, settings):
 
 
 def test_a_step_that_fails_is_taken_again(directory, monkeypatch):
-    """Case 45: the device is out of memory in the middle; no page is lost, nothing is computed twice."""
+    """Case 45: the device is out of memory in the middle; no page is lost, and the step is taken again."""
     llm = load(directory, kv_budget=0.3, max_num_batched_tokens=32)
     expected = llm.generate([prompt(100)], greedily(30))[0].token_ids
-    original, calls = llm._runner.ops.silu_mul, itertools.count()
+    original, calls, failures = llm._runner.ops.silu_mul, itertools.count(), []
 
     def failing(*args):
         if next(calls) % 5 == 3:
+            failures.append(args)
             raise torch.OutOfMemoryError("injected")
         return original(*args)
 
     monkeypatch.setattr(llm._runner.ops, "silu_mul", failing)
-    request, failures, output = llm.add_request(prompt(100), greedily(30)), 0, None
-    for _ in range(500):
-        try:
-            output = next(iter(llm.step()), output)
-        except torch.OutOfMemoryError:
-            failures += 1
-        llm._cache.check(live(llm))
-        if not llm.has_unfinished_requests():
-            break
+    request = llm.add_request(prompt(100), greedily(30))
+    output = run(llm)[request]
     monkeypatch.undo()
-    assert failures > 5 and output.request_id == request
+    assert len(failures) > 5 and output.finish_reason == "length"
     # Where attention was observed twice, a score may differ: the bytes may not.
     assert len(output.token_ids) == len(expected)
     assert_empty(llm)
+
+
+def test_a_step_that_never_fits_fails_one_request_after_the_other(directory, monkeypatch):
+    """Case 45: others are preempted first, so each is alone, and tried twice, before it is given up."""
+    llm = load(directory)
+    sizes = []
+
+    def failing(x, *others):
+        sizes.append(len(x))
+        raise torch.OutOfMemoryError("injected")
+
+    original = llm._runner.ops.silu_mul
+    monkeypatch.setattr(llm._runner.ops, "silu_mul", failing)
+    ids = [llm.add_request(prompt(10 + i, i), greedily(5)) for i in range(3)]
+    done = run(llm)
+    assert [done[i].finish_reason for i in ids] == ["error"] * 3 and llm.stats()["num_requests_failed"] == 3
+    assert sizes == [33, 21, 10, 11, 11, 12, 12]
+    assert_empty(llm)
+    monkeypatch.setattr(llm._runner.ops, "silu_mul", original)
+    assert llm.generate([prompt(10)], greedily(5))[0].finish_reason == "length"
 
 
 def test_many_requests_leave_nothing(directory):
@@ -342,7 +358,7 @@ def test_many_requests_leave_nothing(directory):
 def test_scores_that_say_nothing(directory, monkeypatch, value):
     """Case 43: NaN, all equal; the answer is that of the order of age."""
     llm = load(directory, kv_budget=0.3)
-    monkeypatch.setattr("memory.cache.score_pages", lambda *args: np.full(len(args[2]), value))
+    monkeypatch.setattr("memory.replacement.score_pages", lambda *args: np.full(len(args[2]), value))
     first, again = (llm.generate([prompt(300)], greedily(30))[0] for _ in range(2))
     assert first.finish_reason == "length" and first.token_ids == again.token_ids
     assert_empty(llm)
@@ -405,7 +421,8 @@ REPORT = {
     "resident_bytes", "total_bytes", "full_bytes", "peak_bytes", "moves", "warm_mass", "missed_mass",
 }  # fmt: skip
 STATS = {
-    "num_requests_running", "num_requests_waiting", "num_requests_failed", "weights_bytes", "kv_resident_bytes",
+    "num_requests_running", "num_requests_waiting", "num_requests_failed", "num_preemptions", "num_prompt_tokens",
+    "num_cached_tokens", "prefix_tree_depth", "kv_prefix_bytes", "weights_bytes", "kv_resident_bytes",
     "kv_capacity_bytes", "kv_shared_bytes", "kv_cold_bytes", "kv_moves", "kv_bytes_per_token", "kv_cache_usage",
     "max_model_len", "peak_rss_bytes",
 }  # fmt: skip

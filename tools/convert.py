@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from engine.cli import run
-from engine.config import parse_size
+from engine.settings import parse_size
 from models.errors import ConfigError, ModelFormatError
 from tools.convert_gguf import plan_gguf
 from tools.convert_pth import plan_pth

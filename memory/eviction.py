@@ -1,0 +1,127 @@
+"""Which cached prefix goes first when pages run out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from zlib import crc32
+
+import numpy as np
+
+from memory.radix import Node
+
+_CLASSES = 6  # of pages by their uses: 0, 1, 2-3, 4-7, 8-15, more
+_AGES = 40  # powers of two
+_REMEMBERED = 32  # pages that are gone, for each that there may be
+_PRIOR = 256.0  # pages that a class has seen before it sees any
+_FORGET = 1 / 512  # of what was learned, each time a quarter of the pages has been asked for
+
+
+class LeastRecentlyUsed:
+    """Recency alone."""
+
+    def keep(self, node: Node[int]) -> float:
+        return node.last_used
+
+    def used(self, pages: Sequence[int]) -> None:
+        """Does nothing: the tree's clock is enough."""
+
+    def added(self, key: bytes, namespace: bytes, pages: Sequence[int]) -> None:
+        """Does nothing."""
+
+    def removed(self, page: int) -> None:
+        """Does nothing."""
+
+
+class Importance:
+    """Uses that a page may still bring, for the time that it has to wait for them, times what each is worth.
+
+    num_pages: page ids are below it. page_bytes: of a key, for one page. even: the position, in pages, at which a page
+    costs twice as much to compute as the first one, since attention over all before it costs as much as the rest.
+    """
+
+    def __init__(self, num_pages: int, page_bytes: int, even: float) -> None:
+        self._page_bytes, self._even = page_bytes, even
+        self._clock = self._due = 0  # in pages asked for
+        self._hits = np.zeros(num_pages, dtype=np.int64)
+        self._last = np.zeros(num_pages, dtype=np.int64)
+        self._mark = np.zeros(num_pages, dtype=np.uint32)  # of all that the page covers; 0: unknown, or not full yet
+        self._gone = np.zeros((3, _REMEMBERED * num_pages), dtype=np.int64)  # mark, hits, last: by mark, newest wins
+        likely = (np.arange(_CLASSES) + 1) / (np.arange(_CLASSES) + 2)  # after so many uses another: Laplace's rule
+        self._prior = np.outer(likely, np.full(_AGES, _PRIOR / _AGES))
+        self._again = self._prior.copy()  # uses of class c at an age of bit length a
+        self._ever = np.full(_CLASSES, _PRIOR)  # pages that came into class c
+        self._learn()
+
+    def keep(self, node: Node[int]) -> float:
+        """The priority of the leaf's last page. O(1)."""
+        page = node.values[-1]
+        age = self._clock - int(self._last[page])
+        density = self._density[min(int(self._hits[page]).bit_length(), _CLASSES - 1)][min(age.bit_length(), _AGES - 1)]
+        return density * (1 + node.score) * (1 + node.end / self._even)
+
+    def used(self, pages: Sequence[int]) -> None:
+        """A request begins with these pages."""
+        ids = np.asarray(pages, dtype=np.int64)
+        self._enter(ids, self._hits[ids], self._last[ids])
+
+    def added(self, key: bytes, namespace: bytes, pages: Sequence[int]) -> None:
+        """The tree has these pages for this key, the last one perhaps not full; those that are new to us begin."""
+        size, ids = self._page_bytes, np.asarray(pages, dtype=np.int64)
+        rest, ids = ids[len(key) // size :], ids[: len(key) // size]
+        self._last[rest], self._hits[rest] = self._clock, 0
+        new = np.flatnonzero(self._mark[ids] == 0)
+        if len(new):
+            first = int(new[0])
+            start = int(self._mark[ids[first - 1]]) if first else crc32(namespace)
+            parts = (key[i * size : (i + 1) * size] for i in range(first, len(ids)))
+            marks = np.fromiter(accumulate(parts, lambda mark, part: crc32(part, mark), initial=start), np.int64)
+            marks, ids = marks[new - first + 1], ids[new]
+            gone = self._gone[:, marks % self._gone.shape[1]]
+            self._mark[ids] = marks
+            self._enter(ids, *np.where(gone[0] == marks, gone[1:], [[-1], [self._clock]]))
+
+    def removed(self, page: int) -> None:
+        """The tree has let go of it; what is known of it is remembered."""
+        mark = int(self._mark[page])
+        if mark:
+            self._gone[:, mark % self._gone.shape[1]] = mark, self._hits[page], self._last[page]
+            self._mark[page] = 0
+
+    def _enter(self, ids: np.ndarray, hits: np.ndarray, last: np.ndarray) -> None:
+        """Another use of pages that had so many (-1: not even the first), or their first."""
+        known = hits >= 0
+        np.add.at(self._again, (_classes(hits[known]), _bits(self._clock - last[known])), 1)
+        self._ever += np.bincount(_classes(hits + 1), minlength=_CLASSES)
+        self._clock += len(ids)
+        self._hits[ids], self._last[ids] = hits + 1, self._clock
+        if self._clock >= self._due:
+            self._learn()
+
+    def _learn(self) -> None:
+        """The density of class c at age a: of all ages b to hold it up to, the best of uses until b / time until b."""
+        uses = self._again / np.maximum(self._ever, self._again.sum(1))[:, None]
+        alive = 1 - uses.cumsum(1) + uses / 2  # in the middle of each age
+        waits = alive * np.diff(2.0 ** np.arange(_AGES + 1) // 2)
+        gains, costs = (np.pad(np.cumsum(x, 1), ((0, 0), (1, 0))) for x in (uses, waits))
+        until, now = (slice(None), None, slice(1, None)), (slice(None), slice(-1), None)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = (gains[until] - gains[now]) / (costs[until] - costs[now])
+        self._density = np.where(np.triu(np.ones((_AGES, _AGES), dtype=bool)), ratio, 0).max(2).tolist()
+        self._again += (self._prior - self._again) * _FORGET
+        self._ever += (_PRIOR - self._ever) * _FORGET
+        self._due = self._clock + len(self._hits) // 4
+
+
+def _bits(numbers: np.ndarray) -> np.ndarray:
+    """The bit length of each."""
+    return np.minimum(np.frexp(numbers)[1], _AGES - 1)
+
+
+def _classes(hits: np.ndarray) -> np.ndarray:
+    return np.minimum(np.frexp(hits)[1], _CLASSES - 1)
+
+
+def policy(name: str, num_pages: int, page_bytes: int, even: float) -> Importance | LeastRecentlyUsed:
+    """The policy of `--eviction-policy`."""
+    return LeastRecentlyUsed() if name == "lru" else Importance(num_pages, page_bytes, even)
