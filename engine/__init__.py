@@ -4,7 +4,8 @@
     llm = LLM("smollm2-135m")
     print(llm.generate("The capital of France is", SamplingParams(max_tokens=16))[0].text)
 
-Importing this package imports nothing else; each name is imported when it is first used, and only `LLM` needs torch.
+Importing this package imports nothing else; each name is imported when it is first used, and only `LLM` and
+`AsyncLLM` need torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine.async_llm import AsyncLLM
     from engine.config import EngineConfig
     from engine.errors import RequestError, TokenizerError
     from engine.llm import LLM
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AllocatorError",
+    "AsyncLLM",
     "CapacityError",
     "ConfigError",
     "EngineConfig",
@@ -34,15 +37,16 @@ __all__ = [
     "TokenizerError",
 ]
 
+_HEAVY = {"LLM": "engine.llm", "AsyncLLM": "engine.async_llm"}
 _LIGHT = ("engine.config", "engine.errors", "engine.request", "memory.errors", "models.errors")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'engine' has no attribute {name!r}")
-    if name == "LLM" and (problems := strangers(origins("kernels"))):
+    if name in _HEAVY and (problems := strangers(origins("kernels"))):
         raise ModuleNotFoundError(f"{problems[0]}; give Isotherm an environment of its own", name="kernels")
-    homes = map(importlib.import_module, ["engine.llm"] if name == "LLM" else _LIGHT)
+    homes = map(importlib.import_module, [_HEAVY[name]] if name in _HEAVY else _LIGHT)
     return next(getattr(home, name) for home in homes if hasattr(home, name))
 
 

@@ -42,10 +42,20 @@ EXTRAS = {
     "shtab": ("isotherm completion", "completion"),
 }
 
+# Of a run's statistics, the most that a number should be, and which knob to turn where it is more.
+_ADVICE = {
+    "prefix_tree_depth": (
+        6,
+        "cached prefixes branch {} times on one path: --max-prefix-depth {} keeps none below, so that lookups and "
+        "evictions stay short, and requests compute again what they share beyond that",
+    ),
+}
+
 
 def parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m engine.doctor", description="Check this machine, and perhaps a model.")
     parser.add_argument("-m", "--model", help="also check this model, without loading its weights")
+    parser.add_argument("--stats", metavar="FILE", help="also advise on a run: LLM.stats() as JSON, or generate --json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -53,8 +63,16 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     report = examine(args.model)
+    if args.stats:
+        report = {"advice": advice(read_object(Path(args.stats)))} | report
     print(json.dumps(report) if args.json else _text(report))
     return 1 if report["problems"] else 0
+
+
+def advice(stats: dict[str, Any]) -> list[str]:
+    """Which knobs to turn, from a run's statistics: those of `LLM.stats()`, or all that `generate --json` printed."""
+    stats = stats.get("cache", stats)
+    return [text.format(stats[key], most) for key, (most, text) in _ADVICE.items() if stats.get(key, 0) > most]
 
 
 def examine(model: str | None = None) -> dict[str, Any]:

@@ -91,7 +91,8 @@ def _report(output: RequestOutput, stats: dict[str, Any], load_s: float, times: 
         "finish_reason": output.finish_reason,
         "timings": {"load_s": load_s} | rates(times, len(output.prompt_token_ids)),
         "memory": memory,
-        "cache": cache | {"num_cached_tokens": output.num_cached_tokens},
+        "cache": cache
+        | {"num_cached_tokens": output.num_cached_tokens, "prefix_tree_depth": stats["prefix_tree_depth"]},
     }
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from oracle.checkpoint import make_checkpoint, random_weights, write_weights
 
-from engine import LLM, SamplingParams, arguments
+from engine import LLM, ModelFormatError, SamplingParams, arguments, doctor
 from engine.__main__ import COMMANDS
 from engine.config import NOT_YET, EngineConfig
 from engine.doctor import CORE, EXTRAS, examine
@@ -209,6 +209,32 @@ def test_doctor_knows_what_pyproject_wants():
     for package, (_, extra) in EXTRAS.items():
         assert f'{extra} = ["{package}>=' in text
     assert examine()["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_doctor_advises_on_a_run(tmp_path, capsys):
+    """A run whose prefixes branch seven times on one path, and what bounding the depth does to it."""
+    make_checkpoint(tmp_path / "tiny", tokenizer=False)
+    deep = LLM(tmp_path / "tiny", threads=1, skip_tokenizer_init=True)
+    bounded = deep.twin(max_prefix_depth=6)
+    for llm in (deep, bounded):
+        for length in range(20, 180, 20):  # each leaves the one before after its first `length` tokens
+            prompt = [(length + i) % 300 + 3 if i >= length else i % 300 + 3 for i in range(length + 20)]
+            llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    found = {llm: llm.stats()["prefix_tree_depth"] for llm in (deep, bounded)}
+    assert found[deep] > 6 == found[bounded]
+    file = tmp_path / "stats.json"
+    for llm in (deep, bounded):
+        file.write_text(json.dumps({"text": "", "cache": llm.stats()}))
+        doctor.main(["--stats", str(file), "--json"])
+        advice = json.loads(capsys.readouterr().out)["advice"]
+        if llm is deep:
+            assert f"branch {found[deep]} times" in advice[0] and "--max-prefix-depth 6" in advice[0]
+        else:
+            assert advice == []
+    for content in ("", "[]", "{"):
+        file.write_text(content)
+        with pytest.raises(ModelFormatError, match=r"stats\.json"):
+            doctor.main(["--stats", str(file)])
 
 
 # completion
