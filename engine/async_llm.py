@@ -57,9 +57,9 @@ class AsyncLLM:
         """One answer as it grows: each output has the whole text so far, the last one a finish_reason. A slow reader
         gets the newest output, not every one.
 
-        Closing it (`aclose`, leaving `async for`, cancelling its task) aborts the request before the next step. The
-        first `__anext__` sends the request, and raises RequestError if it can never be served, CapacityError if it
-        does not fit the cache or max_queue requests are in the engine. end_ids: as for `LLM.add_request`.
+        Closing it (`aclose`, cancelling the task that reads it, letting go of it) aborts the request before the next
+        step. The first `__anext__` sends the request, and raises RequestError if it can never be served, CapacityError
+        if it does not fit the cache or max_queue requests are in the engine. end_ids: as for `LLM.add_request`.
         """
         with self._engine.reader(lambda llm: llm.add_request(prompt, params, end_ids=end_ids), adds=True) as reader:
             ended = False

@@ -26,12 +26,13 @@ def test_the_example_runs(tmp_path, capsys):
     make_checkpoint(tmp_path, max_position_embeddings=1024)
     variables = {"MODEL": str(tmp_path)}
     examples = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     for code in examples:
         exec(compile(code, "docs/embedding.md", "exec"), variables)  # our own page
     printed = capsys.readouterr().out
     assert set(variables["answers"]) == {"ada", "ben", "eve"}
-    assert printed.count("refused: ") == 2 and "does not fit: " in printed
+    assert printed.count("refused: ") == 3 and "does not fit: " in printed
+    assert "2 requests are in the engine" in printed and len(variables["texts"]) == 2 and all(variables["texts"])
     assert re.search(r"^ada: .* \((length|stop)\)$", printed, re.MULTILINE) and "eve: " not in printed
 
 
