@@ -99,9 +99,7 @@ class Match(NamedTuple):
 
 class RadixTree(Generic[V]):
     """Sequences of items, and a value for each of their pages. Not safe for threads: one owner calls it.
-
-    num_values: values that the tree holds; num_evictable: those that no lock needs; num_nodes: edges. All O(1).
-    """
+    `num_values`: those that it holds; `num_evictable`: those that no lock needs; `num_nodes`: edges. All O(1)."""
 
     def __init__(
         self, page_size: int, *, item_bytes: int = 4, max_children: int | None = 8, max_depth: int | None = None,
@@ -149,7 +147,7 @@ class RadixTree(Generic[V]):
             node, edge = child, child.edge
             values += node.values
             if not key.startswith(edge, position):
-                position += _common(key, position, edge) // width * width
+                position += _common(key, position, edge)
                 break
             position += len(edge)
         length = position // width
@@ -212,7 +210,7 @@ class RadixTree(Generic[V]):
         else:
             if length < node.end:
                 node = self._split(node, length)
-            elif not node.edge and namespace not in self._roots:
+            elif namespace not in self._roots:
                 self._roots[namespace] = node
                 self._resize(self._top, 0, 1)
             parent, edge = node, bytearray(key[length * width :])

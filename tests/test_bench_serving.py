@@ -209,9 +209,9 @@ def test_chat_prefills_what_is_new(llm):
     settled = [row["resident_bytes"] for row in rows[4:]]
     assert measured["resident_swing"] == round(max(settled) / min(settled), 3)
     slower = rows[0]["ttft_ms"] - rows[0]["ttft_uncached_ms"]
-    assert measured["first_turn_slower_ms"] == pytest.approx(slower, abs=0.06)
+    assert measured["first_turn_slower_ms"] == pytest.approx(slower, abs=0.11)
     faster = rows[-1]["ttft_uncached_ms"] / rows[-1]["ttft_ms"]
-    assert measured["last_turn_times_faster"] == pytest.approx(faster, abs=0.006)
+    assert measured["last_turn_times_faster"] == pytest.approx(faster, rel=0.05)
 
 
 def test_chat_is_the_same_dialogue_each_time(llm):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from memory.radix import RadixTree
+from tools.bench_radix import measure
 
 BOUNDS = [(None, None), (2, None), (3, 2), (8, 4), (None, 1)]  # max_children, max_depth
 
@@ -568,3 +569,17 @@ def test_check_sees_each_broken_invariant(break_it):
     break_it(tree, tree.match(b"aaaa").node)
     with pytest.raises(AssertionError, match=r"items|values, evictable, nodes"):
         tree.check()
+
+
+def test_the_benchmark_prints_its_tables():
+    """The structures beside ours are checked there: each finds what it should."""
+    tables = measure([100], [40], seed=0, nodes=300)
+    rows, improvements, floors = tables["rows"], tables["improvements"], tables["floors"]
+    assert [(row["shape"], row["tokens"]) for row in rows] == [("chat", 100), ("code", 100)]
+    for row in rows:
+        names = ["tokens", "sequences", "shape", "ours_us", "plain_us", "page_hash_us", "token_tree_us"]
+        assert list(row) == names and all(row[name] > 0 for name in names[3:])
+    assert len(improvements) == 3 * 3
+    lazy = [row for row in improvements if row["improvement"] == "lazy updates"]
+    assert all(row["bytes_on"] == row["bytes_off"] and row["matched_on"] == row["matched_off"] for row in lazy)
+    assert [row["floor_us"] for row in floors] == [None, 3.0, 20.0, 20.0]

@@ -113,7 +113,7 @@ def run(llm, each_step=lambda: None, limit=5000):
 def test_warm_answers_are_cold_answers(plain, alone, page):
     """A prompt that is cached whole still computes its last token; what differs from there on is computed, also where
     that is inside a page."""
-    llm = sharing(plain, page_size=page, max_num_batched_tokens=50)
+    llm = sharing(plain, page_size=page, max_num_batched_tokens=50, kv_cache_memory=1 << 22)
     for length in (1, 2, 15, 16, 17, 63, 64, 65, 200):
         tokens = prompt(length, length)
         for found in (0, length - 1, length - 1):
@@ -354,7 +354,7 @@ WORLDS = {
     "plenty": {},
     "chunks of 7": {"max_num_batched_tokens": 7},
     "a small pool": {"max_model_len": 160, "max_num_batched_tokens": 48},
-    "a smaller pool": {"max_model_len": 144, "max_num_seqs": 9},
+    "long answers": {"max_model_len": 144, "max_num_seqs": 9},
     "a pool of bytes": {"kv_cache_memory": 11 * PAGE_BYTES, "eviction_policy": "lru"},
     "large pages": {"page_size": 32, "max_model_len": 160, "max_num_batched_tokens": 40},
     "flat": {"max_model_len": 256, "max_prefix_depth": 1, "max_prefix_children": 2},
@@ -370,14 +370,14 @@ def test_any_workload(plain, alone, world):
     llm = sharing(plain, **WORLDS[world])
     rng = random.Random(world)
     texts = family(5, 100)
-    wanted, ended, aborted, added = {}, {}, set(), 0
+    wanted, ended, aborted, added, forced = {}, {}, set(), 0, 0
     while added < SOAK or llm.has_unfinished_requests():
-        if added < SOAK and rng.random() < 0.3:
+        if added < SOAK and rng.random() < 0.5:
             tokens = rng.choice(texts)[: rng.choice((1, 15, 16, 17, 40, 47, 48, 64, 90))]
             if ended and rng.random() < 0.2:  # a turn of a chat
                 last = rng.choice(list(ended.values()))
                 tokens = [*(last.prompt_token_ids + last.token_ids)[:90], rng.randint(3, 9)]
-            count = rng.choice((1, 3, 8, 20))
+            count = 50 if world == "long answers" else rng.choice((1, 3, 8, 20))
             salt = "s" * (rng.random() < 0.1)
             wanted[llm.add_request(tokens, params(count, cache_salt=salt))] = count
             added += 1
@@ -385,8 +385,8 @@ def test_any_workload(plain, alone, world):
             victim = rng.choice(list(llm._requests))
             aborted.add(victim)
             llm.abort(victim)
-        if rng.random() < 0.03:
-            llm._scheduler.preempt()
+        if rng.random() < 0.02:
+            forced += llm._scheduler.preempt()
         if rng.random() < 0.02:
             llm._cache.forget()
         ended |= {output.request_id: output for output in llm.step() if output.finish_reason}
@@ -395,6 +395,7 @@ def test_any_workload(plain, alone, world):
     for request, output in ended.items():
         alone.check(output, wanted[request])
     stats = llm.stats()
+    assert stats["num_preemptions"] > forced or world != "long answers"
     assert (stats["num_cached_tokens"] > 0) == llm.config.enable_prefix_caching
     assert stats["num_cached_tokens"] == 0 or stats["num_cached_tokens"] < stats["num_prompt_tokens"]
     assert_empty(llm)

@@ -26,7 +26,8 @@ from memory.prefix import CachedSequence
 
 __all__ = ["one_thread"]  # a fixture for all tests here
 
-OPERATIONS = int(os.environ.get("ISOTHERM_TEST_OPERATIONS", "10000"))  # of the machine; 1,000,000 take over an hour
+# Of the machine; 1,000,000 take hours, and pytest's --timeout 0.
+OPERATIONS = int(os.environ.get("ISOTHERM_TEST_OPERATIONS", "10000"))
 STEPS = 50
 OFF = 1 + 2**-5  # what a token is multiplied by that was computed over compressed pages
 SALTS = ("", "a")
@@ -535,18 +536,38 @@ def test_what_was_computed_over_compressed_pages_is_known_when_they_are_exact_ag
     """The second request computes the first page again, exactly, and the tree takes that one."""
     few = Few(12, TierConfig())
     few.begin("a", range(80))
-    few.compute("a", 32)
+    few.compute("a", 36)
     few.compress("a", 0)
-    few.compute("a", 70)  # pages 2, 3 and 4 over what is rounded; 1 was before
+    few.compute("a", 70)  # behind token 36 over what is rounded
     assert few.begin("b", range(80), exact=True) == 0
     few.compute("b", 20)
     few.free("a", "b")
+    # The third page is exact in part only.
     assert few.begin("c", range(80), exact=True) == 32
-    assert few.begin("d", range(80)) == 70 and few.held["d"].off.sum() == 38
-    # Of a page that is copied, what is copied and what is written behind it are as they were.
+    assert few.begin("d", range(40), exact=True) == 32
+    assert few.begin("e", range(80)) == 70 and few.held["e"].off.sum() == 34
+    few.free("d", "e")
+    # What is copied of such a page, and what is written behind it, are no better.
+    text = [*range(38), *[99] * 20]
+    assert few.begin("d", text) == 38
     few.compute("d")
-    few.free("c", "d")
-    assert few.begin("e", range(80), exact=True) == 32
+    assert few.begin("e", text, exact=True) == 32
+    few.compute("e")
+    few.free("c", "d", "e")
+    assert few.begin("f", text, exact=True) == len(text), "the tree has the better of two pages"
+
+
+def test_a_page_that_was_compressed_is_as_good_as_new_for_others():
+    few = Few(2, TierConfig())
+    few.begin("a", range(32))
+    few.compute("a")
+    few.compress("a", 0, 1)
+    few.free("a")
+    few.cache.forget()
+    few.begin("b", range(32))
+    few.compute("b")
+    few.free("b")
+    assert few.begin("c", range(32), exact=True) == 32
 
 
 def test_a_page_in_part_exact_is_used_as_far_as_it_is():
@@ -649,6 +670,54 @@ def test_a_shared_page_pays_its_part_of_each_budget_and_is_as_exact_as_the_one_w
     alone = few.cache._frames.costs(np.array(few.held["a"].sequence.pages)).sum()
     assert alone <= 0.5 * 320 * config.page_cost(config.exact_bits) / 16
     few.check()
+
+
+def test_a_shared_page_is_as_recent_as_it_is_for_the_one_it_is_most_recent_for():
+    few = Few(30, TierConfig(importance="none", recent_tokens=64, max_moves=0, warm_layer_ratio=0.0))
+    few.begin("a", range(64))
+    few.compute("a")
+    few.begin("b", range(400))
+    few.compute("b")
+    few.cache.make_room(10, few.all)
+    bits = few.cache._frames.bits[np.array(few.held["b"].sequence.pages)].tolist()
+    assert bits[:4] == [32] * 4 and bits[-4:] == [32] * 4 and bits.count(8) >= 5, bits
+    few.free("a")
+    few.cache.make_room(14, few.all)
+    bits = few.cache._frames.bits[np.array(few.held["b"].sequence.pages)].tolist()
+    assert bits[1:4] == [8] * 3 and bits[-4:] == [32] * 4, bits
+
+
+def test_what_nobody_holds_goes_before_what_somebody_does():
+    """Even if it was used later."""
+    few = Few(8)
+    few.begin("a", range(40))
+    few.compute("a")
+    few.begin("b", range(100, 160))
+    few.compute("b")
+    few.free("b")
+    few.cache.make_room(3, few.all)
+    assert few.cache.cached_tokens(list(range(40))) == (40, 2)
+    assert few.cache.cached_tokens(list(range(100, 160))) == (32, 0)
+    few.check()
+
+
+def test_pages_that_the_tree_has_twice_over_go_when_there_is_no_other_place():
+    """Two compute the same at once. The tree has the pages of the first; the second holds them there, and needs none
+    of them."""
+    few = Few(6)
+    few.begin("a", range(48))
+    few.begin("b", range(48))
+    few.compute("a")
+    few.compute("b")
+    few.free("a")
+    assert few.cache.num_free_pages == 0
+    assert few.cache.prefixes.idle_pages().size == 3
+    with pytest.raises(OutOfPages):
+        few.cache.make_room(1, ())
+    few.cache.make_room(3, few.all)
+    few.check()
+    few.cache.keep(few.held["b"].sequence, list(range(48)))
+    assert few.cache.cached_tokens(list(range(48))) == (48, 3)
 
 
 def test_room_is_made_of_shared_pages_without_compressing_more_than_must_be():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.cli import run
+from engine.settings import parse_size
 from models.errors import ConfigError
 
 
@@ -25,6 +26,20 @@ def buddy(args: argparse.Namespace) -> dict[str, Any]:
     from tools.bench_buddy import rows
 
     return {"rows": rows(args.repeats, args.seed)}
+
+
+def eviction(args: argparse.Namespace) -> dict[str, Any]:
+    """Blocks of a trace of requests that hit a prefix cache: LRU, ours, and the most there could be."""
+    from tools.bench_eviction import rows
+
+    return {"rows": rows(args.trace, args.blocks, args.seed)}
+
+
+def radix(args: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds of a lookup in the radix tree and in others, and what its bounds gain. --threads has no effect."""
+    from tools.bench_radix import measure
+
+    return measure(args.tokens, args.sequences, args.seed)
 
 
 def decode(args: argparse.Namespace) -> dict[str, Any]:
@@ -66,6 +81,39 @@ def _beside_peer(args: argparse.Namespace, measurement: str) -> dict[str, Any]:
     }
 
 
+def prefix(args: argparse.Namespace) -> dict[str, Any]:
+    """What a stream of requests that begin alike computes and stores."""
+    from engine import LLM
+    from tools import bench_prefix
+
+    workload = bench_prefix.WORKLOADS[args.workload](args.data, args.max_tokens, args.seed)
+    settings = {"kv_budget": args.kv_budget, "page_size": args.page_size}
+    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, **settings)
+    result = bench_prefix.measure(llm, workload, args.requests, args.kv_cache_memory)
+    return {"model": args.model, "workload": args.workload, **settings, **result}
+
+
+def chat(args: argparse.Namespace) -> dict[str, Any]:
+    """A dialogue, with prefixes kept and without."""
+    from engine import LLM
+    from tools import bench_serving
+
+    settings = {"kv_budget": args.kv_budget, "kv_cache_memory": args.kv_cache_memory}
+    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, **settings)
+    result = bench_serving.chat(llm, args.turns, args.max_tokens, args.repeats, args.seed)
+    return {"model": args.model, **settings, **result}
+
+
+def offline(args: argparse.Namespace) -> dict[str, Any]:
+    """Requests that run together, beside the same one by one."""
+    from engine import LLM
+    from tools import bench_serving
+
+    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, kv_budget=args.kv_budget)
+    result = bench_serving.offline(llm, args.batch, args.requests or 2 * args.batch, args.repeats, args.seed)
+    return {"model": args.model, "kv_budget": args.kv_budget, **result}
+
+
 def _contexts(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
@@ -82,6 +130,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--repeats", type=_positive, default=200, metavar="N", help="batches of 1000 calls per row")
     command.set_defaults(run=buddy)
 
+    command = commands.add_parser("radix", parents=[common], help="lookups in the radix tree, beside other structures")
+    for name, default in (("tokens", "16,128,1024,8192,32768"), ("sequences", "1000,10000,100000")):
+        command.add_argument(f"--{name}", type=_contexts, default=default, metavar="N,N", help="(default: %(default)s)")
+    command.set_defaults(run=radix)
+
+    command = commands.add_parser("eviction", parents=[common], help="hits of a trace, by what is evicted first")
+    command.add_argument("--trace", default="synthetic", help="JSON lines with hash_ids (default: seeded workloads)")
+    command.add_argument(
+        "--blocks", type=_contexts, default="1000,5000,20000", metavar="N,N", help="(default: %(default)s)"
+    )
+    command.set_defaults(run=eviction)
+
     for function, contexts in ((decode, "128,1024,8000"), (prefill, "512,4096")):
         name = function.__name__
         command = commands.add_parser(name, parents=[common], help=f"{name} of one sequence, beside Transformers")
@@ -96,6 +156,43 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--peer-python", metavar="PYTHON", help="an interpreter that has transformers (4.57.6)")
         command.set_defaults(run=function)
+
+    engine = argparse.ArgumentParser(add_help=False, parents=[common])
+    engine.add_argument("--model", default="smollm2-135m", help="name or directory (default: %(default)s)")
+    engine.add_argument("--dtype", default="auto", help="(default: %(default)s)")
+    engine.add_argument("--kv-budget", type=float, metavar="FRACTION", help="compress the cache")
+
+    command = commands.add_parser("prefix", parents=[engine], help="what requests that begin alike share")
+    command.add_argument("--workload", required=True, choices=("gsm8k", "humaneval-editor", "humaneval-samples"))
+    command.add_argument("--data", required=True, type=Path, metavar="DIR", help="where its files are, or one level up")
+    command.add_argument("--requests", type=_positive, metavar="N", help="(default: all; 200 samples)")
+    command.add_argument("--max-tokens", type=_positive, metavar="N", help="of an answer (default: 1; 64 of samples)")
+    command.add_argument(
+        "--kv-cache-memory", type=parse_size, metavar="SIZE", help="(default: as much as all that is stored takes)"
+    )
+    command.add_argument("--page-size", type=int, default=64, metavar="N", help="(default: %(default)s)")
+    command.set_defaults(run=prefix)
+
+    command = commands.add_parser(
+        "chat", parents=[engine], help="a dialogue turn by turn, with kept prefixes and without"
+    )
+    command.add_argument("--turns", type=_positive, default=50, metavar="N", help="(default: %(default)s)")
+    command.add_argument(
+        "--max-tokens", type=_positive, default=24, metavar="N", help="an answer (default: %(default)s)"
+    )
+    command.add_argument(
+        "--kv-cache-memory", type=parse_size, metavar="SIZE", help="(default: the model's context once)"
+    )
+    command.add_argument("--repeats", type=_positive, default=5, metavar="N", help="first turns (default: %(default)s)")
+    command.set_defaults(run=chat)
+
+    command = commands.add_parser(
+        "offline", aliases=["serve-offline"], parents=[engine], help="a batch of requests beside the same one by one"
+    )
+    command.add_argument("--batch", type=_positive, default=16, metavar="N", help="at most (default: %(default)s)")
+    command.add_argument("--requests", type=_positive, metavar="N", help="in all (default: twice the batch)")
+    command.add_argument("--repeats", type=_positive, default=3, metavar="N", help="timed runs (default: %(default)s)")
+    command.set_defaults(run=offline)
     return parser
 
 
@@ -149,7 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(result))
         return 0
     for key, value in result.items():
-        if key == "rows":
+        if isinstance(value, list):
+            print(f"\n{key}")
             print_table(value)
         else:
             print(f"{key}: {value}")
