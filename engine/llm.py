@@ -99,7 +99,7 @@ class LLM:
             while any(request.finish_reason is None for request in requests):
                 self._advance()
                 bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
-        return [request.output() for request in requests]
+        return [self._scheduler.output(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """One answer as it grows; each output has the whole text so far, the last one a finish_reason."""
@@ -153,7 +153,7 @@ class LLM:
                 elif not every_step or seen > total:
                     continue
                 seen = len(request.tokens)
-                output = request.output()
+                output = self._scheduler.output(request)
                 yield output
                 if output.finish_reason is not None:
                     return
@@ -196,7 +196,7 @@ class LLM:
         """
         self._advance()
         changed, self._changed = self._changed, {}
-        return [request.output() for request in changed.values()]
+        return [self._scheduler.output(request) for request in changed.values()]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has something to do, or to return."""
@@ -280,7 +280,6 @@ class LLM:
 
     def _extend(self, request: Request, token: int | None) -> None:
         """Add the token to the answer of a request that is computed as far as it goes, and see whether it ends."""
-        request.cache_report = self._cache.report(request.sequence)
         if token is None:
             self._finish(request, "error" if request.scores is None else "length")
             return

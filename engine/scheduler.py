@@ -237,8 +237,15 @@ class Scheduler:
         self.waiting.appendleft(request)
         return True
 
+    def output(self, request: Request) -> RequestOutput:
+        """The answer so far, and what the cache holds of it."""
+        if request.finish_reason is None:
+            request.cache_report = self.cache.report(request.sequence)
+        return request.output()
+
     def finish(self, request: Request, reason: str) -> None:
         """End a request, running or waiting, and free its pages, which serve others until their place is needed."""
+        request.cache_report = self.cache.report(request.sequence)
         request.finish_reason = reason
         if request in self.running:
             self.running.remove(request)

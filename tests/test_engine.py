@@ -1045,15 +1045,14 @@ def test_a_real_model_answers():
 def test_an_exception_while_a_token_is_added_ends_that_request_only(llm, monkeypatch, nth):
     alone = llm.generate(PROMPTS[1], greedily(6))[0].token_ids
     first, second = (llm.add_request(prompt, greedily(6)) for prompt in PROMPTS[:2])
-    original, calls = llm._cache.report, itertools.count()
-    its = llm._requests[first].sequence
+    original, calls = llm._extend, itertools.count()
 
-    def failing(sequence):
-        if sequence is its and next(calls) == nth:
+    def failing(request, token):
+        if request.id == first and next(calls) == nth:
             raise RuntimeError("injected")
-        return original(sequence)
+        return original(request, token)
 
-    monkeypatch.setattr(llm._cache, "report", failing)
+    monkeypatch.setattr(llm, "_extend", failing)
     done, failures = {}, 0
     for _ in range(100):
         try:
