@@ -34,8 +34,8 @@ Requests = list[list[int]]
 
 
 def rows(trace: str, blocks: Sequence[int], seed: int) -> list[dict[str, Any]]:
-    """For each number of blocks: lru, ours and belady (shares of the trace's blocks that hit), and gap_closed, the share
-    of the way from lru to belady that ours goes. trace: a file of JSON lines with hash_ids, or `synthetic`."""
+    """For each number of blocks: lru, ours and belady (shares of the trace's blocks that hit), and gap_closed, the
+    share of the way from lru to belady that ours goes. trace: a file of JSON lines with hash_ids, or `synthetic`."""
     if trace != "synthetic":
         return [_row({}, read(trace), count) for count in blocks]
     return [
@@ -98,7 +98,8 @@ def belady(requests: Requests, blocks: int) -> int:
         for block in ids:
             path.append(names.setdefault((path[-1], block), len(names) + 1))
         paths.append(path[1:])
-    never, later, following = len(paths), {}, []
+    never, following = len(paths), []
+    later: dict[int, int] = {}
     for i in range(len(paths) - 1, -1, -1):
         following.append([later.get(name, never) for name in paths[i]])
         later.update(dict.fromkeys(paths[i], i))
