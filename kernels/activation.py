@@ -5,18 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.check import FLOATS, check
+
 BLOCK = 1024  # columns a program: 8 values a thread with 4 warps, one 128-bit access in 16-bit types
 
 
 @triton.jit
 def _silu_mul_kernel(
-    gate,  # [T, F], any row stride
-    up,  # [T, F], any row stride
+    gate, up,  # [T, F], any row stride
     out,  # [T, F], contiguous
-    stride_gate,
-    stride_up,
-    F: tl.constexpr,
-    BLOCK_F: tl.constexpr,
+    stride_gate, stride_up,
+    F: tl.constexpr, BLOCK_F: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -29,11 +28,9 @@ def _silu_mul_kernel(
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, computed in float32. gate, up [T, F], rows without gaps -> [T, F] in gate's dtype."""
-    assert gate.dim() == 2 and gate.shape == up.shape, f"gate {tuple(gate.shape)}, up {tuple(up.shape)}"
-    assert gate.stride(1) == 1 and up.stride(1) == 1, f"strides: gate {gate.stride()}, up {up.stride()}"
-    assert gate.dtype in (torch.float32, torch.float16, torch.bfloat16), f"dtype {gate.dtype}"
-    assert gate.dtype == up.dtype, f"gate is {gate.dtype}, up {up.dtype}"
     tokens, width = gate.shape
+    check("gate", gate, (tokens, width), FLOATS)
+    check("up", up, (tokens, width), (gate.dtype,))
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     if tokens:
         _silu_mul_kernel[(tokens, triton.cdiv(width, BLOCK))](

@@ -28,10 +28,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.ops import MEAN_EXPONENT, min_exponent
+from kernels.ops import MEAN_EXPONENT, hadamard, min_exponent
 
 lowest = triton.constexpr_function(min_exponent)
 MEAN_BIAS = tl.constexpr((MEAN_EXPONENT + 127) << 23)
+
+
+@triton.constexpr_function
+def block_of(size, least=16):
+    """A tile's width for so many elements: a power of two, and at least the inner dimension that tl.dot takes."""
+    return max(least, triton.next_power_of_2(size))
+
+
+@triton.constexpr_function
+def low_bits(bits):
+    """Of a code: 2 of 3 bits, of which the third is in a run of its own."""
+    return 2 if bits == 3 else bits
+
+
+@triton.constexpr_function
+def width_of(bits, head_dim):
+    """Bytes of a token's codes; of 3 bits: of their low plane."""
+    return head_dim * low_bits(bits) // 8
+
+
+@triton.constexpr_function
+def factor_of(head_dim):
+    """What the elements of `signs_of` lack to rotate."""
+    return float((head_dim & -head_dim) ** -0.5)
 
 
 @triton.jit
@@ -49,13 +73,22 @@ def mean_of(code):
 
 
 @triton.jit
-def rotate(x, signs, FACTOR: tl.constexpr):
-    """x [M, K] float32 @ signs [K, N] * FACTOR: to twice the precision of a 16-bit type, in two products."""
-    high = x.to(signs.dtype)
-    out = tl.dot(high, signs, input_precision="ieee")
-    if signs.dtype != tl.float32:
-        out = tl.dot((x - high.to(tl.float32)).to(signs.dtype), signs, out)
-    return out * FACTOR
+def load_signs(signs, HEAD_DIM: tl.constexpr):
+    """The matrix at `signs` (see `signs_of`), with zeros around it."""
+    dim = tl.arange(0, block_of(HEAD_DIM))
+    mask = (dim[:, None] < HEAD_DIM) & (dim[None, :] < HEAD_DIM)
+    return tl.load(signs + dim[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def rotate(x, signs, HEAD_DIM: tl.constexpr):
+    """x [M, BLOCK_D] float32, rotated to twice the precision of a 16-bit type, in two products."""
+    matrix = load_signs(signs, HEAD_DIM)
+    high = x.to(matrix.dtype)
+    out = tl.dot(high, matrix, input_precision="ieee")
+    if matrix.dtype != tl.float32:
+        out = tl.dot((x - high.to(tl.float32)).to(matrix.dtype), matrix, out)
+    return out * factor_of(HEAD_DIM)
 
 
 @triton.jit
@@ -106,7 +139,7 @@ def neighbours(words):
 @triton.jit
 def unpack(low, high, i: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
     """[M, N] int32 -> [M, 2N]: code * 2^(LOW * (i // 2) - 24) of part i, from both halves of the words."""
-    LOW: tl.constexpr = 2 if BITS == 3 else BITS
+    LOW: tl.constexpr = low_bits(BITS)
     x = (low >> i % 2 * 8) & (((1 << LOW) - 1) * 0x10001 << i // 2 * LOW)
     if BITS == 3:
         x |= ((high >> i % 2 * 8) << 2) & (4 * 0x10001 << i // 2 * LOW)
@@ -116,27 +149,32 @@ def unpack(low, high, i: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def decompressed(
-    low,  # scalar pointers to bytes: the codes of the first token
-    high,  # of 3 bits only
+def offsets_of(tables, at, record_bytes, RUN: tl.constexpr, BITS: tl.constexpr):
+    """int64: where a page's codes, their high plane (only of 3 bits) and its record start in a head's plane. The page
+    has the entry `at` of the tables codes, high and records of WarmPages; its codes, or their low plane, RUN bytes."""
+    run = tl.load(tables[0] + at).to(tl.int64) * RUN
+    high = run
+    if BITS == 3:
+        high = tl.load(tables[1] + at).to(tl.int64) * (RUN // 2)
+    return run, high, tl.load(tables[2] + at).to(tl.int64) * record_bytes
+
+
+@triton.jit
+def tile_of(
+    low, high,  # scalar pointers to bytes: the codes of the first token; high: of 3 bits only
     scales,  # of these tokens
     second,  # K: the means; V: the zeros of these tokens
-    BITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TOKENS: tl.constexpr,
-    IS_KEY: tl.constexpr,
+    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr,
 ):
     """[TOKENS, BLOCK_D] float32, in the rotated basis; columns from HEAD_DIM on are 0."""
-    LOW: tl.constexpr = 2 if BITS == 3 else BITS
-    WIDTH: tl.constexpr = HEAD_DIM * LOW // 8
+    LOW: tl.constexpr = low_bits(BITS)
+    WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
     token = tl.arange(0, TOKENS)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    mask = (token >= 0) & (dim < HEAD_DIM)
-    code = tl.load(low + token * WIDTH + dim % WIDTH, mask=mask, other=0).to(tl.int32)
+    dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
+    code = tl.load(low + token * WIDTH + dim % WIDTH, mask=dim < HEAD_DIM, other=0).to(tl.int32)
     code = code >> (dim // WIDTH * LOW) & ((1 << LOW) - 1)
     if BITS == 3:
-        bits = tl.load(high + token * (WIDTH // 2) + dim % (WIDTH // 2), mask=mask, other=0).to(tl.int32)
+        bits = tl.load(high + token * (WIDTH // 2) + dim % (WIDTH // 2), mask=dim < HEAD_DIM, other=0).to(tl.int32)
         code |= (bits >> (dim // (WIDTH // 2)) & 1) << 2
     # 2^23 + code, by its bits: converting an integer is four times slower
     value = (code | 0x4B000000).to(tl.float32, bitcast=True) - 2.0**23
@@ -154,37 +192,24 @@ def decode_codes(
     q,  # [GROUP, D]: of one sequence and KV head
     out,  # [GROUP, D] float32, in the rotated basis
     lse,  # [GROUP]
-    logits,  # [GROUP, PAGE_SIZE * pages]. Written if EMIT
-    k_plane,  # the head's units
-    v_plane,
-    codes,  # [pages] int32, of one sequence, as in WarmPages
-    high,
-    records,
-    signs,  # [D, D], of q's type: the matrix that rotates, times 1 / FACTOR
-    first_page,
-    last_page,
+    logits,  # [GROUP, PAGE_SIZE * pages], or None
+    k_plane, v_plane,  # the head's units
+    tables,  # codes, high, records of WarmPages, of the sequence
+    signs,  # [D, D], of q's type: see `signs_of`
+    first_page, last_page,
     scale,
-    stride_q_head,
-    stride_out,
-    stride_lse,
-    stride_logits_head,
+    stride_q_head, stride_out, stride_lse, stride_logits_head,
     record_bytes,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    EMIT: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_W: tl.constexpr,  # WIDTH, or more
-    BLOCK_H: tl.constexpr,  # GROUP, or more
-    FACTOR: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr,
 ):
     """A slice of decode attention: the pages [first_page, last_page) of one format."""
-    LOW: tl.constexpr = 2 if BITS == 3 else BITS
-    WIDTH: tl.constexpr = HEAD_DIM * LOW // 8
+    LOW: tl.constexpr = low_bits(BITS)
+    WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
+    BLOCK_W: tl.constexpr = block_of(WIDTH, 32)
+    BLOCK_H: tl.constexpr = block_of(GROUP, 1)
     FLOAT: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16
     row = tl.arange(0, BLOCK_H)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
+    dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
     pair = tl.arange(0, BLOCK_W // 2)
     mask = (row < GROUP) & (dim < HEAD_DIM)
     q_tile = tl.load(q + row * stride_q_head + dim, mask=mask, other=0.0)
@@ -195,7 +220,7 @@ def decode_codes(
     for i in tl.static_range(16 // LOW):
         rows = signs + (2 * pair[:, None] + i % 2 + i // 2 * WIDTH) * HEAD_DIM + dim  # the matrix is symmetric
         some = tl.load(rows, mask=(pair[:, None] < WIDTH // 2) & (dim < HEAD_DIM), other=0.0)
-        rotated = tl.dot(q_tile, tl.trans(some), input_precision="ieee") * FACTOR
+        rotated = tl.dot(q_tile, tl.trans(some), input_precision="ieee") * factor_of(HEAD_DIM)
         part = (rotated * 2.0 ** -(i // 2 * LOW)).to(FLOAT)
         middle += tl.sum(part.to(tl.float32), 1) * (2.0 ** (i // 2 * LOW) * ((1 << BITS) - 1) * 0.5)
         exact_parts += (rotated,)
@@ -208,16 +233,14 @@ def decode_codes(
     word = tl.arange(0, BLOCK_W // 4)
     quarter = tl.arange(0, PAGE_SIZE // 4)
     for page in range(first_page, last_page):
-        run = tl.load(codes + page).to(tl.int64) * (PAGE_SIZE * WIDTH)
-        record = tl.load(records + page).to(tl.int64) * record_bytes
+        run, high, record = offsets_of(tables, page, record_bytes, PAGE_SIZE * WIDTH, BITS)
         k = load_words(k_plane + run, token[:, None], word[None, :], WIDTH, WIDTH, 4)
         v = neighbours(load_words(v_plane + run, token[:, None], pair[None, :], WIDTH, WIDTH, 2))
         k_high = k
         v_high = v
         if BITS == 3:
-            run = tl.load(high + page).to(tl.int64) * (PAGE_SIZE * WIDTH // 2)
-            k_high = load_words(k_plane + run, token[:, None], word[None, :], WIDTH // 2, WIDTH, 4)
-            v_high = neighbours(load_words(v_plane + run, token[:, None], pair[None, :], WIDTH // 2, WIDTH, 2))
+            k_high = load_words(k_plane + high, token[:, None], word[None, :], WIDTH // 2, WIDTH, 4)
+            v_high = neighbours(load_words(v_plane + high, token[:, None], pair[None, :], WIDTH // 2, WIDTH, 2))
 
         logit = tl.zeros_like(row_sum)
         of_means = tl.zeros([BLOCK_H, BLOCK_W // 2], tl.float32)
@@ -229,7 +252,7 @@ def decode_codes(
         scales = all_bytes(load_words(k_plane + record, 0, quarter, PAGE_SIZE, PAGE_SIZE, 4)) & 255
         scales = scale_of(scales, lowest(BITS))[None, :]
         logit = (logit * 2.0**24 - middle[:, None]) * scales + tl.sum(of_means, 1)[:, None]
-        if EMIT:
+        if logits is not None:
             to = logits + row.to(tl.int64) * stride_logits_head + page * PAGE_SIZE + token[None, :]
             tl.store(to, logit * scale, mask=row < GROUP)
         new_max = tl.maximum(row_max, tl.max(logit, 1) * scale)
@@ -258,21 +281,7 @@ def decode_codes(
     tl.store(lse + row * stride_lse, row_max + tl.log2(total), mask=row < GROUP)
 
 
-def factor_of(head_dim: int) -> float:
-    """What the elements of `signs_of` lack to rotate."""
-    return float((head_dim & -head_dim) ** -0.5)
-
-
 @functools.lru_cache
 def signs_of(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[D, D]: the matrix of `kernels.ops` that rotates, in elements of 1, -1 and 0."""
-    signs = torch.ones(1, 1)
-    while head_dim % (2 * len(signs)) == 0:
-        signs = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), signs)
-    matrix: Tensor = torch.block_diag(*[signs] * (head_dim // len(signs)))
-    return matrix.to(device, dtype)
-
-
-def block_d(head_dim: int) -> int:
-    """The tile's width: a power of two, and at least the inner dimension that tl.dot takes."""
-    return max(16, int(triton.next_power_of_2(head_dim)))
+    """[D, D]: the matrix of `kernels.ops` that rotates, times 1 / `factor_of`: of 1, -1 and 0."""
+    return hadamard(head_dim).to(device, dtype)

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.codes import MEAN_BIAS, block_d, decompressed, factor_of, lowest, mean_of, rotate, scale_of, signs_of
+from kernels.check import FLOATS, check
+from kernels.codes import MEAN_BIAS, block_of, factor_of, lowest, mean_of, rotate, scale_of, signs_of, tile_of, width_of
 from kernels.ops import CLIPS
 
 LARGEST = tl.constexpr(2.0**14)  # of an element that is compressed
@@ -32,19 +33,13 @@ def _compress_kernel(
     codes,  # [N, BITS * PAGE_SIZE * D / 8] uint8
     records,  # [N, PAGE_SIZE + D (K) or 2 * PAGE_SIZE (V)] uint8
     signs,  # [D, D], see signs_of
-    stride_page,
-    stride_token,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_KEY: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # D / PARTS, or more
-    FACTOR: tl.constexpr,
-    CLIPS: tl.constexpr,
+    stride_page, stride_token,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, CLIPS: tl.constexpr,
 ):
+    PARTS: tl.constexpr = 8 if BITS == 3 else 8 // BITS
     WIDTH: tl.constexpr = HEAD_DIM // PARTS
+    BLOCK_P: tl.constexpr = block_of(WIDTH, 1)
+    BLOCK_D: tl.constexpr = block_of(HEAD_DIM)
     STEPS: tl.constexpr = (1 << BITS) - 1
     page = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, PAGE_SIZE)[:, None]
@@ -57,7 +52,7 @@ def _compress_kernel(
     tile = tl.minimum(tl.maximum(tile, -LARGEST), LARGEST).to(x.dtype.element_ty)
     row = tl.arange(0, BLOCK_D)[:, None]
     matrix = tl.load(signs + row * HEAD_DIM + channel, mask=(row < HEAD_DIM) & used, other=0.0)
-    rotated = tl.dot(tile, matrix, input_precision="ieee") * FACTOR
+    rotated = tl.dot(tile, matrix, input_precision="ieee") * factor_of(HEAD_DIM)
     record = records + page * (PAGE_SIZE + (HEAD_DIM if IS_KEY else PAGE_SIZE))
     if IS_KEY:
         mean = tl.sum(rotated, 0)[None, :] * (1.0 / PAGE_SIZE)
@@ -121,30 +116,18 @@ def _decompress_kernel(
     records,  # as above, or wider
     signs,  # [D, D], see signs_of
     out,  # [N, PAGE_SIZE, D]
-    stride_codes,
-    stride_records,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_KEY: tl.constexpr,
-    TOKENS: tl.constexpr,
-    FACTOR: tl.constexpr,
+    stride_codes, stride_records,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, TOKENS: tl.constexpr,
 ):
     page = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TOKENS
-    WIDTH: tl.constexpr = HEAD_DIM * (2 if BITS == 3 else BITS) // 8
+    WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
     low = codes + page * stride_codes + first * WIDTH
     high = codes + page * stride_codes + PAGE_SIZE * WIDTH + first * (WIDTH // 2)
     scales = records + page * stride_records + first
-    second = records + page * stride_records + PAGE_SIZE
-    if not IS_KEY:
-        second += first
-    tile = decompressed(low, high, scales, second, BITS, HEAD_DIM, BLOCK_D, TOKENS, IS_KEY)
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    channel = tl.arange(0, BLOCK_D)[:, None]
-    mask = (channel < HEAD_DIM) & (dim < HEAD_DIM)
-    tile = rotate(tile, tl.load(signs + channel * HEAD_DIM + dim, mask=mask, other=0.0), FACTOR)
+    second = records + page * stride_records + PAGE_SIZE + (0 if IS_KEY else first)
+    tile = rotate(tile_of(low, high, scales, second, TOKENS, HEAD_DIM, BITS, IS_KEY), signs, HEAD_DIM)
+    dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
     at = out + (page * PAGE_SIZE + first + tl.arange(0, TOKENS)[:, None]) * HEAD_DIM + dim
     tl.store(at, tile.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
@@ -153,16 +136,13 @@ def compress(x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
     """Codes and records of pages x [N, page_size, D], of which the last dimension is contiguous: see `Ops`."""
     n, page_size, head_dim = x.shape
     assert bits in (8, 4, 3, 2) and head_dim % 8 == 0, f"{bits} bits, head_dim {head_dim}"
-    assert x.stride(2) == 1, f"x strides {x.stride()}"
+    check("x", x, (n, page_size, head_dim), FLOATS)
     codes = torch.empty(n, bits * page_size * head_dim // 8, dtype=torch.uint8, device=x.device)
     records = torch.empty(n, page_size + (head_dim if is_key else page_size), dtype=torch.uint8, device=x.device)
-    parts = 8 if bits == 3 else 8 // bits
     if n:
         _compress_kernel[(n,)](
             x, codes, records, signs_of(head_dim, x.dtype, x.device), *x.stride()[:2],
-            HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, PARTS=parts,
-            BLOCK_P=triton.next_power_of_2(head_dim // parts), FACTOR=factor_of(head_dim),
-            CLIPS=CLIPS if bits < 4 else CLIPS[:1],
+            HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, CLIPS=CLIPS if bits < 4 else CLIPS[:1],
             num_warps=8, enable_fp_fusion=False,  # a product is rounded before it is rounded to an integer
         )
     return codes, records
@@ -171,14 +151,14 @@ def compress(x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
 def decompress(codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Tensor) -> Tensor:
     """What `compress` kept, [N, page_size, D] in the dtype of `like` [..., page_size, D]: see `Ops`."""
     n, (page_size, head_dim) = codes.shape[0], like.shape[-2:]
-    length = page_size + (head_dim if is_key else page_size)
-    assert codes.shape == (n, bits * page_size * head_dim // 8) and codes.stride(1) == 1, f"codes {tuple(codes.shape)}"
-    assert records.shape[0] == n and records.shape[1] >= length and records.stride(1) == 1, f"{tuple(records.shape)}"
+    least = page_size + (head_dim if is_key else page_size)
+    check("codes", codes, (n, bits * page_size * head_dim // 8), (torch.uint8,))
+    check("records", records, (n, max(least, records.shape[1])), (torch.uint8,))
     out = torch.empty(n, page_size, head_dim, dtype=like.dtype, device=codes.device)
     if n:
         _decompress_kernel[(n, page_size // TOKENS)](
             codes, records, signs_of(head_dim, like.dtype, codes.device), out, codes.stride(0), records.stride(0),
-            HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, TOKENS=TOKENS,
-            FACTOR=factor_of(head_dim), num_warps=4, enable_fp_fusion=True,
+            HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, TOKENS=TOKENS,
+            num_warps=4, enable_fp_fusion=True,
         )
     return out

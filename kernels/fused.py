@@ -12,17 +12,8 @@ from kernels.prefill import prefill_attention
 from kernels.rope import rope_store
 
 __all__ = [
-    "add_rms_norm",
-    "compress",
-    "decode_attention",
-    "decompress",
-    "linear",
-    "linear_float32",
-    "pack_linear",
-    "prefill_attention",
-    "rms_norm",
-    "rope_store",
-    "silu_mul",
+    "add_rms_norm", "compress", "decode_attention", "decompress", "linear", "linear_float32", "pack_linear",
+    "prefill_attention", "rms_norm", "rope_store", "silu_mul",
 ]
 
 

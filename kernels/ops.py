@@ -39,6 +39,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 CLIPS = (1.0, 0.85, 0.7, 0.6)
@@ -48,6 +49,15 @@ MEAN_EXPONENT = -8  # means reach from 2^-8 to 2^8
 def min_exponent(bits: int) -> int:
     """The scales of a format reach from 2^min_exponent to 2^(min_exponent + 16): wider codes take finer steps."""
     return -8 - bits
+
+
+def hadamard(head_dim: int) -> Tensor:
+    """[D, D] float64: the matrix H, times the square root of the size of its blocks: of 1, -1 and, around them, 0."""
+    block = torch.ones(1, 1, dtype=torch.float64)
+    while head_dim % (2 * len(block)) == 0:
+        block = torch.kron(torch.tensor([[1, 1], [1, -1]]), block)
+    matrix: Tensor = torch.block_diag(*[block] * (head_dim // len(block)))
+    return matrix
 
 
 class LayerCache(NamedTuple):
@@ -110,29 +120,23 @@ class Ops(Protocol):
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """The weight [out, in] in the layout that `linear` reads fastest (it may share the weight's storage)."""
-        ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] @ packed weight [out, in] + bias [out] -> [T, out]."""
-        ...
 
     def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, in] @ packed weight [out, in] -> [T, out] float32, not rounded to x's dtype on the way."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm (arXiv 1910.07467) of x [T, F] times weight [F], computed in float32 -> [T, F] in the
         weight's dtype; x may be float32 beside a narrower weight."""
-        ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual += x, in place; returns rms_norm(residual, weight, eps). x [T, F]; residual [T, F] in x's dtype or
         float32."""
-        ...
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, computed in float32. gate, up [T, F] -> [T, F]."""
-        ...
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
@@ -143,7 +147,6 @@ class Ops(Protocol):
         cos_sin [T, D] float32: cos of the D/2 angles, then sin. The pairs are (i, i + D/2), the half-split order of
         Hugging Face checkpoints (RoPE: arXiv 2104.09864). slots [T] int64.
         """
-        ...
 
     def prefill_attention(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
         """Attention of the prefill chunks, the sequences [plan.num_decodes, B), over their exact and compressed tokens:
@@ -151,15 +154,9 @@ class Ops(Protocol):
 
         q [query tokens of those sequences, Hq, D], rotated; its K and V are in the cache already. -> the shape of q.
         """
-        ...
 
     def decode_attention(
-        self,
-        q: Tensor,
-        cache: LayerCache,
-        plan: AttentionPlan,
-        scale: float,
-        logits: Tensor | None = None,
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, logits: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
         """Attention of the sequences [0, plan.num_decodes), one query each, over their exact and compressed tokens ->
@@ -169,7 +166,6 @@ class Ops(Protocol):
         the base-2 logits (log2(e) * scale * q.k; columns of no token are left alone) and `lse` [num_decodes, Hq]
         float32 their base-2 log-sum-exp, so that exp2(logits - lse) is the attention each token got.
         """
-        ...
 
     def compress(self, x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
         """Pages x [N, page_size, D] as codes [N, bits * page_size * D / 8] uint8 (for 3 bits the low plane, then the
@@ -179,9 +175,7 @@ class Ops(Protocol):
         rounded to the nearest there is, at 8 bits up.
         Infinities are taken as 2^14 in size, NaN as 0: a bad element costs its own page its precision, nothing else.
         """
-        ...
 
     def decompress(self, codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Tensor) -> Tensor:
         """What `compress` kept, [N, page_size, D], as an exact cache `like` [..., page_size, D] would have it: in its
         dtype, not rotated."""
-        ...

@@ -6,91 +6,62 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attend import LOG2_E, attend, attend_page, check
-from kernels.codes import block_d, decompressed, factor_of, rotate, signs_of
+from kernels.attend import LOG2_E, attend, attend_page, check_attention
+from kernels.codes import block_of, factor_of, offsets_of, rotate, signs_of, tile_of, width_of
 from kernels.ops import AttentionPlan, LayerCache
 
 
 @triton.jit
 def _attend_compressed(
     q,  # [ROWS, BLOCK_D], rotated
-    k_plane,  # the head's units
-    v_plane,
-    tables,
-    sizes,
+    scale, state,  # see `attend`; rotated
+    k_plane, v_plane,  # the head's units
+    tables, sizes,  # of one format, see below
     seq,
-    scale,
-    acc,  # rotated
-    row_max,
-    row_sum,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr,
 ):
     """`attend` to all pages of one format of a sequence.
 
     They are decompressed: among a hundred rows the work of it is little, unlike among the few of decode.
     """
-    codes, high, records, counts = tables
     stride, record_bytes = sizes
-    WIDTH: tl.constexpr = HEAD_DIM * (2 if BITS == 3 else BITS) // 8
+    WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
     TOKENS: tl.constexpr = 16  # at a time: more spill
     STEPS: tl.constexpr = PAGE_SIZE // TOKENS
-    for step in range(tl.load(counts + seq) * STEPS):
+    for step in range(tl.load(tables[3] + seq) * STEPS):
         at = seq * stride + step // STEPS
+        run, high, record = offsets_of(tables, at, record_bytes, PAGE_SIZE * WIDTH, BITS)
         first = step % STEPS * TOKENS  # token of the page
-        run = tl.load(codes + at).to(tl.int64) * (PAGE_SIZE * WIDTH) + first * WIDTH
-        high_run = run
-        if BITS == 3:
-            high_run = tl.load(high + at).to(tl.int64) * (PAGE_SIZE * WIDTH // 2) + first * (WIDTH // 2)
-        record = tl.load(records + at).to(tl.int64) * record_bytes
+        run += first * WIDTH
+        high += first * (WIDTH // 2)
         scales = record + first
-        k = decompressed(
-            k_plane + run, k_plane + high_run, k_plane + scales, k_plane + record + PAGE_SIZE,
-            BITS, HEAD_DIM, BLOCK_D, TOKENS, True,
+        k = tile_of(
+            k_plane + run, k_plane + high, k_plane + scales, k_plane + record + PAGE_SIZE, TOKENS, HEAD_DIM, BITS, True
         )
-        v = decompressed(
-            v_plane + run, v_plane + high_run, v_plane + scales, v_plane + scales + PAGE_SIZE,
-            BITS, HEAD_DIM, BLOCK_D, TOKENS, False,
+        v = tile_of(
+            v_plane + run, v_plane + high, v_plane + scales, v_plane + scales + PAGE_SIZE, TOKENS, HEAD_DIM, BITS, False
         )
-        acc, row_max, row_sum = attend(
-            q, k.to(q.dtype), v.to(q.dtype), 0, 0, 0, None, None, scale, acc, row_max, row_sum,
-            TOKENS, False, False, False,
-        )
-    return acc, row_max, row_sum
+        state = attend(q, k.to(q.dtype), v.to(q.dtype), scale, state, 0, None, 0, None, None)
+    return state
 
 
 @triton.jit(do_not_specialize=["num_decodes", "stride_table"])  # they change from step to step
 def _prefill_kernel(
     q,  # [query tokens of the chunks, Hq, D]
-    k_cache,  # [Hkv, frames, PAGE_SIZE, D], pages without gaps
-    v_cache,  # the same
+    k_cache, v_cache,  # [Hkv, frames, PAGE_SIZE, D], pages without gaps
     out,  # [query tokens of the chunks, Hq, D], contiguous
     page_table,  # [B, max_pages] int32
     query_start,  # [B + 1] int32
     exact_lens,  # [B] int32
     scale,
     num_decodes,
-    stride_q_token,
-    stride_q_head,
-    stride_k_head,
-    stride_k_frame,
-    stride_v_head,
-    stride_v_frame,
-    stride_table,
+    stride_q_token, stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table,
     planes,  # units_k, units_v, q rotated [query tokens of the chunks, Hq, D], the signs that rotate [D, D]
     tables,  # of each compressed format: codes, high, records, counts of WarmPages
     sizes,  # of each: stride of the tables, record_bytes
-    stride_units_k,
-    stride_units_v,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    stride_units_k, stride_units_v,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr,
     FORMATS: tl.constexpr,  # bits of each
-    FACTOR: tl.constexpr,
 ):
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     # The last block sees the most tokens: starting with it keeps the tail of the launch short.
@@ -102,8 +73,8 @@ def _prefill_kernel(
     if first_query >= chunk_len:
         return
     prefix_len = tl.load(exact_lens + seq) - chunk_len
-    pages = page_table + seq * stride_table
 
+    BLOCK_D: tl.constexpr = block_of(HEAD_DIM)
     row = tl.arange(0, BLOCK_M)[:, None]
     query = first_query + row // GROUP
     dim = tl.arange(0, BLOCK_D)[None, :]
@@ -114,8 +85,8 @@ def _prefill_kernel(
     q_offsets = row // GROUP * stride_q_token + row % GROUP * stride_q_head + dim
     num_heads = tl.num_programs(1) * GROUP
 
-    k_head = k_cache + kv_head * stride_k_head
-    v_head = v_cache + kv_head * stride_v_head
+    cache = (k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head, stride_k_frame, stride_v_frame)
+    frames = page_table + seq * stride_table
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -125,32 +96,27 @@ def _prefill_kernel(
         rotated = tl.load(rotated + (row // GROUP * num_heads + row % GROUP) * HEAD_DIM + dim, mask=mask, other=0.0)
         for f in tl.static_range(len(FORMATS)):
             acc, row_max, row_sum = _attend_compressed(
-                rotated, units_k + kv_head * stride_units_k, units_v + kv_head * stride_units_v, tables[f], sizes[f],
-                seq, scale, acc, row_max, row_sum, HEAD_DIM, BLOCK_D, PAGE_SIZE, FORMATS[f],
+                rotated, scale, (acc, row_max, row_sum), units_k + kv_head * stride_units_k,
+                units_v + kv_head * stride_units_v, tables[f], sizes[f], seq, HEAD_DIM, PAGE_SIZE, FORMATS[f],
             )
-        channel = tl.arange(0, BLOCK_D)[:, None]
-        signs_mask = (channel < HEAD_DIM) & (dim < HEAD_DIM)
-        signs = tl.load(signs + channel * HEAD_DIM + dim, mask=signs_mask, other=0.0)
         # Of size 1 while it is rotated, for float16. A sequence may have no compressed pages.
         size = tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-        acc = rotate(acc / size, signs, FACTOR) * size
+        acc = rotate(acc / size, signs, HEAD_DIM) * size
     q_tile = tl.load(q_block + q_offsets, mask=mask, other=0.0)
     # Rows past the chunk see more than the last query would: never nothing, so that no row_max stays infinite.
     visible = prefix_len + query + 1
     num_tokens = prefix_len + tl.minimum(first_query + QUERIES, chunk_len)
+    state = (acc, row_max, row_sum)
     full_pages = (prefix_len + first_query + 1) // PAGE_SIZE
     for page in range(full_pages):
-        frame = tl.load(pages + page).to(tl.int64)
-        acc, row_max, row_sum = attend_page(
-            q_tile, k_head + frame * stride_k_frame, v_head + frame * stride_v_frame, page * PAGE_SIZE, visible,
-            num_tokens, None, None, scale, acc, row_max, row_sum, HEAD_DIM, BLOCK_D, PAGE_SIZE, False, False, False,
+        state = attend_page(
+            q_tile, scale, state, cache, frames, page, None, num_tokens, None, None, HEAD_DIM, PAGE_SIZE
         )
     for page in range(full_pages, tl.cdiv(num_tokens, PAGE_SIZE)):
-        frame = tl.load(pages + page).to(tl.int64)
-        acc, row_max, row_sum = attend_page(
-            q_tile, k_head + frame * stride_k_frame, v_head + frame * stride_v_frame, page * PAGE_SIZE, visible,
-            num_tokens, None, None, scale, acc, row_max, row_sum, HEAD_DIM, BLOCK_D, PAGE_SIZE, True, False, False,
+        state = attend_page(
+            q_tile, scale, state, cache, frames, page, visible, num_tokens, None, None, HEAD_DIM, PAGE_SIZE
         )
+    acc, row_max, row_sum = state
     result = (acc * (1.0 / row_sum)[:, None]).to(out.dtype.element_ty)
     out_block = out + (first_token * num_heads + kv_head * GROUP) * HEAD_DIM
     tl.store(out_block + (row // GROUP * num_heads + row % GROUP) * HEAD_DIM + dim, result, mask=mask)
@@ -158,7 +124,7 @@ def _prefill_kernel(
 
 def prefill_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
     """Attention of the prefill chunks, the sequences [plan.num_decodes, B). Tensors as in `Ops`."""
-    group, page_size = check(q, cache, plan, scale)
+    group, page_size = check_attention(q, cache, plan, scale)
     _, num_heads, head_dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     num_chunks = plan.exact_lens.shape[0] - plan.num_decodes
@@ -177,8 +143,8 @@ def prefill_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: 
         q, cache.k, cache.v, out, plan.page_table, plan.query_start, plan.exact_lens, scale * LOG2_E, plan.num_decodes,
         *q.stride()[:2], *cache.k.stride()[:2], *cache.v.stride()[:2], plan.page_table.stride(0),
         planes, tables, sizes, cache.units_k.stride(0), cache.units_v.stride(0),
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=block_m, PAGE_SIZE=page_size,
-        FORMATS=tuple(warm.bits for warm in plan.warm), FACTOR=factor_of(head_dim),
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_M=block_m, PAGE_SIZE=page_size,
+        FORMATS=tuple(warm.bits for warm in plan.warm),
         num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
     )
     return out

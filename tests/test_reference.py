@@ -5,6 +5,7 @@ has 8 bits, so an output is off by 2^-9 of itself when rounded once (2^-8: also 
 """
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -289,17 +290,19 @@ def test_decode_attention(kv_heads, groups, dim, dtype, spread):
 @dtypes
 @pytest.mark.parametrize("chunk", [1, 100, 4096], ids="chunk{}".format)
 def test_long_sequences_are_converted_in_chunks(monkeypatch, dtype, chunk):
-    sizes = []
-    split = torch.Tensor.split
+    sizes, copies = [], []
+    convert = torch.Tensor.float
 
-    def recorded(self, size, dim=0):
-        parts = split(self, size, dim)
-        if self.dim() == 3 and dim == 1:
-            sizes.extend(part.numel() for part in parts)
-        return parts
+    def recorded(self):
+        result = convert(self)
+        if self is not batch.q and dtype != torch.float32:
+            assert not any(copy() is not None for copy in copies), "two copies at once"
+            sizes.append(self.numel())
+            copies.append(weakref.ref(result))
+        return result
 
     monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", chunk)
-    monkeypatch.setattr(torch.Tensor, "split", recorded)
+    monkeypatch.setattr(torch.Tensor, "float", recorded)
     batch = Batch([700, 300], [1, 1], 2, 2, 16, dtype, page_size=64, spread=2)
     logits, lse = torch.empty(2, 4, 700), torch.empty(2, 4)
     out = reference.decode_attention(batch.q, batch.cache, batch.plan, batch.scale, logits, lse)

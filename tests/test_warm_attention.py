@@ -113,14 +113,14 @@ def test_one_format_alone(bits):
 def test_pages_are_read_a_few_at_a_time(monkeypatch, chunk):
     """Whatever number of elements is decompressed at once, and never many more than that."""
     monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", chunk)
-    sizes, original = [], reference._decompress_rotated
+    sizes, original = [], reference._unpack
 
     def recorded(*args):
         out = original(*args)
         sizes.append(out.numel())
         return out
 
-    monkeypatch.setattr(reference, "_decompress_rotated", recorded)
+    monkeypatch.setattr(reference, "_unpack", recorded)
     batch = make_batch([1, 9], [20, 60], 4, 2, 16, torch.float32, 16, 1, warm={4: [9, 7], 3: [1, 12]})
     check_decode(batch, torch.float32)
     check_prefill(batch, torch.float32)

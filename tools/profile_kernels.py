@@ -211,7 +211,7 @@ LLAMA_3 = (1,)
 OPS = {
     "rms_norm": Op("_rms_norm_kernel", Problem.rms_norm, lambda m, n: Cost(4 * n * m.hidden, 0, n), models=LATER),
     "add_rms_norm": Op(
-        "_add_rms_norm_kernel", Problem.add_rms_norm, lambda m, n: Cost(8 * n * m.hidden, 0, n), models=LATER
+        "_rms_norm_kernel", Problem.add_rms_norm, lambda m, n: Cost(8 * n * m.hidden, 0, n), models=LATER
     ),
     "silu_mul": Op("_silu_mul_kernel", Problem.silu_mul, lambda m, n: Cost(6 * n * m.intermediate, 0, n), models=LATER),
     "rope_store": Op(
