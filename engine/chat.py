@@ -175,7 +175,8 @@ class Session:
             speed = rates(times, asked)
             decode = f", {speed['decode_tok_s']:.1f} tok/s" if speed["decode_tok_s"] else ""
             ttft = speed["ttft_s"] * 1e3
-            self.console.note(f"[{said} tokens{decode}, TTFT {ttft:.0f} ms, prompt {asked} tokens]")
+            prompt = f"prompt {asked} tokens, {last.num_cached_tokens} cached"
+            self.console.note(f"[{said} tokens{decode}, TTFT {ttft:.0f} ms, {prompt}]")
 
     # The commands, by name. /help shows their docstrings.
 

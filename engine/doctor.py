@@ -28,7 +28,7 @@ from engine.config import usable_cpus
 from engine.errors import TokenizerError
 from engine.models import describe
 from models.checkpoint import open_checkpoint
-from models.errors import ConfigError, ModelFormatError
+from models.errors import ConfigError, ModelFormatError, require
 from models.files import read_object
 from models.llama.config import LlamaConfig
 from models.resolve import cache_directory, places, resolve
@@ -71,8 +71,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def advice(stats: dict[str, Any]) -> list[str]:
     """Which knobs to turn, from a run's statistics: those of `LLM.stats()`, or all that `generate --json` printed."""
-    stats = stats.get("cache", stats)
-    return [text.format(stats[key], most) for key, (most, text) in _ADVICE.items() if stats.get(key, 0) > most]
+    part = stats.get("cache")
+    values: dict[str, Any] = {key: (part if isinstance(part, dict) else stats).get(key) for key in _ADVICE}
+    require(all(type(value) is int for value in values.values()), f"no statistics of a run: {values}")
+    return [text.format(values[key], most) for key, (most, text) in _ADVICE.items() if values[key] > most]
 
 
 def examine(model: str | None = None) -> dict[str, Any]:

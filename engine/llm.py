@@ -203,7 +203,7 @@ class LLM:
         return bool(self._requests or self._changed)
 
     def abort(self, request_id: int) -> None:
-        """End a request and free its pages; unknown and ended ones are left alone."""
+        """End a request, whose pages others may take; unknown and ended ones are left alone."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._changed.pop(request_id, None)
@@ -260,6 +260,7 @@ class LLM:
                 self._scheduler.commit(request, count)
                 if scored is not None and request.scores is not None:
                     request.scores.append(scored)
+                    request.num_scored = max(request.num_scored, request.sequence.length)
                 if ready:
                     self._extend(request, token)
             except BaseException:

@@ -83,11 +83,12 @@ class Runner:
 
     def _score(self, request: Request, count: int, hidden: Tensor) -> Tensor:
         """Log-probabilities of the tokens that follow the `count` scheduled ones, or all of their logits; hidden
-        [count, hidden_size]."""
+        [count, hidden_size]. What was scored before a preemption is left out."""
+        start = max(request.sequence.length, request.num_scored)
+        hidden = hidden[start - request.sequence.length :]
         if request.every_logit:
             return self.model.exact_logits(hidden)
-        start = request.sequence.length
-        following = torch.tensor(request.tokens[start + 1 : start + count + 1], device=hidden.device)
+        following = torch.tensor(request.tokens[start + 1 : start + len(hidden) + 1], device=hidden.device)
         parts = [torch.empty(0)]
         for rows, targets in zip(
             hidden[: len(following)].split(_SCORE_ROWS), following.split(_SCORE_ROWS), strict=True

@@ -46,6 +46,7 @@ class Request:
     generator: torch.Generator | None
     detokenizer: Detokenizer | None
     scores: list[torch.Tensor] | None = None  # where given, the prompt is scored and nothing is generated
+    num_scored: int = 0  # tokens whose scores there are: they are not given again after a preemption
     every_logit: bool = False  # what is scored is all the logits, not the log-probabilities of the prompt's tokens
     stepped: bool = False  # its outputs are what `LLM.step` returns
     sequence: CachedSequence = field(default_factory=CachedSequence)
@@ -161,7 +162,7 @@ class Scheduler:
                 self.cache.adopt(request.sequence, request.tokens[:-1], params.cache_salt, params.exact_prefix)
         prefills = [request for request in prefills if request.num_pending > 1]
         decodes = [request for request in self.running if request.num_pending == 1]
-        budget = max(self.max_num_batched_tokens - len(decodes), 0)
+        budget = max(self.max_num_batched_tokens - len(decodes), 1)  # so that the oldest prompt always advances
         size = self.cache.config.page_size
         # Exact pages that chunks may take beside one for each request, whatever has to be compressed for them.
         pages = self.cache.obtainable_pages([request.sequence for request in self.running]) if prefills else 0
@@ -211,7 +212,9 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             params, tokens = request.params, request.tokens
-            _, shared = self.cache.cached_tokens(tokens[:-1], params.cache_salt, params.exact_prefix)
+            shared = 0
+            if request.shares:
+                _, shared = self.cache.cached_tokens(tokens[:-1], params.cache_salt, params.exact_prefix)
             wanted = config.planned_units(self._expected(request)) - (shared << config.exact_order)
             for other in self.running:
                 planned = config.planned_units(self._expected(other))

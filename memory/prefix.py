@@ -140,4 +140,4 @@ class PrefixCache:
         return (not lossy[page], bits[page]) > (not lossy[other], bits[other])
 
     def _namespace(self, salt: str) -> bytes:
-        return hashlib.sha256(self._fingerprint + b"\0" + salt.encode()).digest()
+        return hashlib.sha256(self._fingerprint + b"\0" + salt.encode("utf-8", "surrogatepass")).digest()

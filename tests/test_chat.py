@@ -196,7 +196,8 @@ def test_a_message_a_line(models, llm):
     assert done.returncode == 0
     expected = answers(llm, "Who was warm?", "And cold?", system="Be brief.")
     assert done.stdout == "".join(text + "\n" for text in expected)
-    summaries = re.findall(r"^\[8 tokens, [\d.]+ tok/s, TTFT \d+ ms, prompt \d+ tokens\]$", done.stderr, re.MULTILINE)
+    summary = r"^\[8 tokens, [\d.]+ tok/s, TTFT \d+ ms, prompt \d+ tokens, \d+ cached\]$"
+    summaries = re.findall(summary, done.stderr, re.MULTILINE)
     assert len(summaries) == 2 and "\x1b" not in done.stderr + done.stdout
     assert done.stderr.count("cut: /set max_tokens") == 2
 

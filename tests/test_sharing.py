@@ -623,3 +623,54 @@ def test_scores_that_say_nothing(plain, monkeypatch, value):
         assert ask(llm, prompt(100) + prompt(150, seed)).finish_reason == "length"
     assert llm.stats()["num_cached_tokens"] > 0
     assert_empty(llm)
+
+
+def test_any_text_is_a_salt(plain, alone):
+    """One that cannot be written as UTF-8 is as good as another, and stops nobody."""
+    llm = sharing(plain)
+    for salt in ("\ud800", "", "\ud800"):
+        alone.check(ask(llm, prompt(40), cache_salt=salt))
+    assert llm.stats()["num_cached_tokens"] == 39
+
+
+def test_a_prompt_that_is_scored_is_scored_once(plain):
+    """Also if it is preempted on the way, which sharing a prefix with others must not bring about."""
+    llm, tokens = sharing(plain, max_model_len=160, max_num_batched_tokens=16), prompt(100)
+    expected = plain.score([tokens])[0]
+    llm.add_request(tokens, greedily(50))
+    for _ in range(9):
+        llm.step()
+    np.testing.assert_allclose(llm.score([tokens])[0], expected, atol=1e-4)
+    llm = sharing(plain, max_num_batched_tokens=16)
+    llm.add_request(prompt(5), greedily(100))
+    llm.step()
+    original, calls = llm._runner.forward, itertools.count()
+
+    def failing(schedule):
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("injected")
+        return original(schedule)
+
+    llm._runner.forward = failing
+    np.testing.assert_allclose(llm.score([tokens])[0], expected, atol=1e-4)
+    assert llm.stats()["num_preemptions"] == 1
+    rows = list(llm.logits(tokens))
+    assert sum(map(len, rows)) == len(tokens)
+
+
+def test_the_oldest_prompt_advances_beside_as_many_decodes_as_a_step_may_have(plain, alone):
+    llm = sharing(plain, max_num_batched_tokens=4, max_num_seqs=8)
+    warm = prompt(30, 1)
+    ask(llm, warm)
+    for i in range(4):
+        llm.add_request(warm, greedily(5 + i))
+    llm.step()
+    old = llm.add_request(prompt(50, 7), greedily(2))
+    for _ in range(80):
+        outputs = llm.step()
+        for output in outputs:
+            if output.finish_reason and output.request_id != old:
+                llm.add_request(warm, greedily(6))
+        if any(output.request_id == old and output.finish_reason for output in outputs):
+            return
+    raise AssertionError("it never ends")
