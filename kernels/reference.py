@@ -125,18 +125,19 @@ def _warm_parts(
     units, (num_heads, _, page_size, head_dim) = cache.units_k if is_key else cache.units_v, cache.k.shape
     step = max(1, _CHUNK_ELEMENTS // (num_heads * page_size * head_dim))
     for warm in plan.warm:
-        low_bits = warm.bits if warm.high is None else 2
-        tables = [(warm.codes, low_bits * units.shape[2]), (warm.records, warm.record_bytes)]
-        tables += [] if warm.high is None else [(warm.high, units.shape[2])]
-        count = int(warm.counts[b])
+        count, low_bits = int(warm.counts[b]), warm.bits if warm.high is None else 2
         for first in range(0, count, step):
             pages = slice(first, min(first + step, count))
-            # A run or a record of so many bytes is a row of the plane, read as rows of that length.
-            codes, records, *high = (
-                units.view(num_heads, -1, size).index_select(1, table[b, pages]) for table, size in tables
-            )
-            codes = torch.cat([codes, *high], -1) if high else codes
+            codes = _rows(units, low_bits * units.shape[2], warm.codes[b, pages])
+            if warm.high is not None:
+                codes = torch.cat([codes, _rows(units, units.shape[2], warm.high[b, pages])], dim=-1)
+            records = _rows(units, warm.record_bytes, warm.records[b, pages])
             yield warm.bits, _parts(codes, records, warm.bits, is_key, cache.k)
+
+
+def _rows(units: Tensor, row_bytes: int, index: Tensor) -> Tensor:
+    """[Hkv, len(index), row_bytes]: the plane read as rows of so many bytes."""
+    return units.view(len(units), -1, row_bytes).index_select(1, index)
 
 
 def _warm_scores(query: Tensor, cache: LayerCache, plan: AttentionPlan, b: int) -> list[Tensor]:
@@ -254,8 +255,7 @@ def _decode(codes: Tensor, mantissa: int, exponent: int) -> Tensor:
 def _means(codes: Tensor) -> Tensor:
     """float32 of codes of means."""
     size = codes & 127
-    values = _decode(size, 3, MEAN_EXPONENT)
-    return torch.where(codes > 127, -values, values).masked_fill_(size == 0, 0)
+    return _decode(size, 3, MEAN_EXPONENT).masked_fill_(size == 0, 0).copysign_(codes.view(torch.int8))
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

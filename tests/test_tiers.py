@@ -266,8 +266,10 @@ class TierMachine(RuleBasedStateMachine):
     @rule(held=sequences, count=st.integers(1, 40))
     def reserve(self, held, count):
         """A step that failed."""
-        if self.room(self.cache.missing_pages(held.sequence, held.sequence.length + count)):
-            self.cache.reserve(held.sequence, held.sequence.length + count)
+        sequence, length = held.sequence, held.sequence.length + count
+        growing = [sequence] if self.cache.outgrows(sequence, length) else []
+        if self.room(self.cache.missing_pages(sequence, length), growing):
+            self.cache.reserve(sequence, length)
 
     @rule(held=sequences)
     def read(self, held):
