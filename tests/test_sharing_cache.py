@@ -353,7 +353,10 @@ class SharingMachine(RuleBasedStateMachine):
     @rule(pages=st.integers(1, 4))
     def evict(self, pages):
         live = {page: self.cache._frames.owners[page] for page in self.live_pages()}
+        tree = self.cache.prefixes.tree
+        left = tree.num_values - min(pages, tree.num_evictable)
         self.cache.prefixes.evict(pages)
+        assert tree.num_values == left, "as many go as were asked for"
         assert all(0 < self.cache._frames.owners[page] <= owners for page, owners in live.items())
 
     @rule()
