@@ -29,7 +29,6 @@ from memory import CapacityError
 from models.errors import ConfigError
 
 Prompt = str | list[int]
-
 log = logging.getLogger("isotherm")
 
 
@@ -68,8 +67,7 @@ class LLM:
     def twin(self, **changes: Any) -> LLM:
         """Another `LLM` of the same weights, which are not loaded again, with an empty cache of its own.
 
-        changes: settings of the cache and of steps that differ from this one's: kv_budget, kv_cache_memory, page_size,
-        max_num_batched_tokens and so on. Raises ConfigError, CapacityError.
+        changes: its other settings of cache and steps, as kv_budget or page_size. Raises ConfigError, CapacityError.
         """
         fixed = changes.keys() & {"model", "tokenizer", "dtype", "device", "backend", "rope_scaling", "quantization"}
         if fixed:
@@ -249,6 +247,8 @@ class LLM:
             elif tried:
                 self._finish(schedule.requests[0], "error")
                 self._out_of_memory = False
+                if schedule.requests[0].scores is not None:
+                    raise  # who asked for scores reads no finish_reason
             return
         self._out_of_memory = False
         rows = iter(logits)

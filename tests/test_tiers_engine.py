@@ -330,6 +330,10 @@ def test_a_step_that_never_fits_fails_one_request_after_the_other(directory, mon
     done = run(llm)
     assert [done[i].finish_reason for i in ids] == ["error"] * 3 and llm.stats()["num_requests_failed"] == 3
     assert sizes == [33, 21, 10, 11, 11, 12, 12]
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        llm.score([prompt(10)])
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        list(llm.logits(prompt(10)))
     assert_empty(llm)
     monkeypatch.setattr(llm._runner.ops, "silu_mul", original)
     assert llm.generate([prompt(10)], greedily(5))[0].finish_reason == "length"
