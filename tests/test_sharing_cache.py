@@ -26,7 +26,7 @@ from memory.prefix import CachedSequence
 
 __all__ = ["one_thread"]  # a fixture for all tests here
 
-# Of the machine; 1,000,000 take hours, and pytest's --timeout 0.
+# Of the machine; 1,000,000 take a quarter of an hour, and pytest's --timeout 0.
 OPERATIONS = int(os.environ.get("ISOTHERM_TEST_OPERATIONS", "10000"))
 STEPS = 50
 OFF = 1 + 2**-5  # what a token is multiplied by that was computed over compressed pages
