@@ -4,7 +4,7 @@
     llm = LLM("smollm2-135m")
     print(llm.generate("The capital of France is", SamplingParams(max_tokens=16))[0].text)
 
-Importing this package imports nothing else; each name is imported when it is first used, and only `LLM` and
+Importing this package imports nothing else of weight; each name is imported when it is first used, and only `LLM` and
 `AsyncLLM` need torch.
 """
 
@@ -12,33 +12,29 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.argv[:1] == ["-m"]:  # python -m engine.generate and its like: before their imports take their time
+    from engine.signals import exit_at_once
+
+    exit_at_once()
 
 if TYPE_CHECKING:
     from engine.async_llm import AsyncLLM
-    from engine.config import EngineConfig
+    from engine.config import EngineConfig, RequestOutput, SamplingParams
     from engine.errors import RequestError, TokenizerError
     from engine.llm import LLM
-    from engine.request import RequestOutput, SamplingParams
     from memory.errors import AllocatorError, CapacityError
     from models.errors import ConfigError, ModelFormatError
 
 __all__ = [
-    "LLM",
-    "AllocatorError",
-    "AsyncLLM",
-    "CapacityError",
-    "ConfigError",
-    "EngineConfig",
-    "ModelFormatError",
-    "RequestError",
-    "RequestOutput",
-    "SamplingParams",
-    "TokenizerError",
-]
+    "LLM", "AllocatorError", "AsyncLLM", "CapacityError", "ConfigError", "EngineConfig", "ModelFormatError",
+    "RequestError", "RequestOutput", "SamplingParams", "TokenizerError",
+]  # fmt: skip
 
 _HEAVY = {"LLM": "engine.llm", "AsyncLLM": "engine.async_llm"}
-_LIGHT = ("engine.config", "engine.errors", "engine.request", "memory.errors", "models.errors")
+_LIGHT = ("engine.config", "engine.errors", "memory.errors", "models.errors")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,5 @@
 """`isotherm <command>` and `python -m engine <command>`."""
 
-from __future__ import annotations
-
 from engine.signals import exit_at_once
 
 exit_at_once()  # before the other imports take their time
@@ -12,20 +10,15 @@ import sys
 from engine.arguments import command_hint
 from engine.cli import run
 
-COMMANDS = {
-    "generate": "complete a prompt",
-    "chat": "talk with a model in the terminal",
-    "models": "list the models that are found",
-    "doctor": "what this machine has, what is missing for what, and whether a model can be loaded",
-    "completion": "print a completion script for bash or zsh",
-}
+COMMANDS = ("generate", "chat", "models", "cache", "doctor", "completion")
 
 
 def dispatch(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         return int(importlib.import_module(f"engine.{argv[0]}").main(argv[1:]))
-    lines = ["usage: isotherm <command> [options]", "", *(f"  {name:10} {text}" for name, text in COMMANDS.items())]
+    texts = {name: importlib.import_module(f"engine.{name}").parser().description for name in COMMANDS}
+    lines = ["usage: isotherm <command> [options]", "", *(f"  {name:10} {text}" for name, text in texts.items())]
     wanted = bool(argv) and argv[0] in ("-h", "--help")
     if argv and not wanted:
         lines.append(command_hint(argv[0], COMMANDS))

@@ -1,27 +1,17 @@
 """argparse for people who come from other engines: a flag or command nobody knows is answered with the one that does
 it here, or with why there is none (no torch)."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
-import functools
 import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.config import NOT_YET
-
-
-@functools.cache
-def foreign() -> dict[str, dict[str, str]]:
-    """What people type who come from llama.cpp, vLLM, SGLang, LightLLM and mlx-lm: flags and what they are called here,
-    or why there is none; flags of settings that come later; commands."""
-    words: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("foreign.json").read_text("utf-8"))
-    words["later"] |= {f"--{name.replace('_', '-')}": name for name in NOT_YET}
-    return words
+# What people type who come from llama.cpp, vLLM, SGLang, LightLLM and mlx-lm: flags and what they are called here, or
+# why there is none; commands.
+FOREIGN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("foreign.json").read_text("utf-8"))
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,9 +36,7 @@ class Parser(argparse.ArgumentParser):
         spelled = flag.replace("_", "-")
         if flag in known:
             return None
-        if later := foreign()["later"].get(spelled):
-            return f"{flag} is not available in this version ({NOT_YET[later]} come later); leave it out"
-        if use := spelled if spelled in known else foreign()["flags"].get(spelled):
+        if use := spelled if spelled in known else FOREIGN["flags"].get(spelled):
             return f"unrecognized argument {flag}: {f'use {use}' if use.startswith('-') else use}"
         if not flag.startswith("--"):
             return None  # short flags joined, a negative number, or what argparse itself refuses
@@ -64,5 +52,5 @@ def command_hint(name: str, commands: Iterable[str]) -> str:
     if name.startswith("-"):
         return f"error: the command comes first, as isotherm generate {name} ..."
     near = difflib.get_close_matches(name, sorted(commands), n=1, cutoff=0.6)
-    answer = foreign()["commands"].get(name) or (f"did you mean {near[0]}?" if near else None)
+    answer = FOREIGN["commands"].get(name) or (f"did you mean {near[0]}?" if near else None)
     return f"error: unknown command {name!r}" + (f": {answer}" if answer else "")

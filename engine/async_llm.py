@@ -25,12 +25,11 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
-from engine.errors import shown
+from engine.config import RequestOutput, SamplingParams
 from engine.llm import LLM, Prompt
-from engine.request import RequestOutput, SamplingParams
 from engine.templates import Message
 from memory import CapacityError
-from models.errors import ConfigError
+from models.errors import require_config
 
 
 class AsyncLLM:
@@ -46,8 +45,8 @@ class AsyncLLM:
     def __init__(self, model: str | os.PathLike[str], *, max_queue: int = 256, **settings: Any) -> None:
         """Load a model, which blocks: in an event loop `await asyncio.to_thread(AsyncLLM, model)`. Settings and errors
         are those of `LLM`. max_queue: requests that may be in the engine together, waiting ones included."""
-        if type(max_queue) is not int or max_queue < 1:
-            raise ConfigError(f"max_queue must be an integer from 1 on, got {shown(max_queue)}")
+        right = type(max_queue) is int and max_queue >= 1
+        require_config(right, "max_queue must be an integer from 1 on, got", max_queue)
         self._engine = _Engine(LLM(model, **settings), max_queue)
         weakref.finalize(self, self._engine.stop)
 
@@ -152,10 +151,9 @@ class _Engine:
             with self.lock:
                 if self.error is not None or not self.thread.is_alive():
                     raise RuntimeError(f"no engine thread: {self.error or 'it did not follow a fork'}") from self.error
-                count = sum(other.adds for other in self.readers)
-                if adds and count >= self.max_queue:
-                    limit = f"max_queue is {self.max_queue}: wait until one ends, or raise it"
-                    raise CapacityError(f"{count} requests are in the engine, {limit}")
+                n = sum(other.adds for other in self.readers)
+                if adds and n >= self.max_queue:
+                    raise CapacityError(f"{n} requests are in the engine, max_queue is {self.max_queue}: wait for one")
                 self.readers.add(reader)
                 self.commands.put(lambda llm: self._obey(llm, reader, command))
             yield reader

@@ -5,11 +5,6 @@ The conversation goes to stdout, everything else to stderr.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the other imports take their time
-    from engine.signals import exit_at_once
-
-    exit_at_once()
-
 import argparse
 import contextlib
 import dataclasses
@@ -17,22 +12,24 @@ import difflib
 import inspect
 import json
 import os
+import signal
+import sys
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
+from threading import Event
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from engine.arguments import Parser
-from engine.cli import add_run_flags, rates, run, run_settings, show, with_defaults
-from engine.config import EngineConfig
-from engine.console import Console, stoppable
-from engine.errors import RequestError, TokenizerError, shown
-from engine.request import RequestOutput, SamplingParams
+from engine.cli import EXIT_CODES, add_run_flags, rates, run, run_settings, show, with_defaults
+from engine.config import EngineConfig, RequestOutput, SamplingParams
+from engine.errors import RequestError, require_request
 from engine.settings import flags
 from engine.signals import raise_exceptions
 from engine.templates import ChatTemplate, Message, check_messages, find_template
 from engine.tokenizer import check_text
-from memory.errors import CapacityError
-from models.errors import ConfigError, ModelFormatError
+from models.errors import require, shown
 from models.files import read_object
 
 if TYPE_CHECKING:
@@ -41,7 +38,10 @@ if TYPE_CHECKING:
 MAX_TOKENS = 512  # of an answer, where no flag says another number
 FORMAT = "isotherm-chat-1"
 # What ends a command or a message, and not the session.
-_ERRORS = (RequestError, ConfigError, ModelFormatError, TokenizerError, CapacityError)
+_ERRORS = EXIT_CODES[2] + EXIT_CODES[3] + EXIT_CODES[4]
+# C0 and C1 controls but tab and newline: to a terminal they are commands, and no text may command it.
+_CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd") | {9: "\t", 10: "\n", 13: ""}
+Outputs = Generator[RequestOutput, None, None]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,20 +80,15 @@ class Session:
     system: list[Message]  # one or none
     quiet: bool
     turns: list[Message] = dataclasses.field(default_factory=list)
-    generated: int = 0  # tokens, and the seconds and tokens behind the first ones of their answers
-    seconds: float = 0.0
-    steps: int = 0
-    held: int = 0  # tokens where the last answer ended, and what the cache had then
-    cache: dict[str, Any] = dataclasses.field(default_factory=dict)
+    generated: int = 0  # tokens of answers
+    held: int = 0  # tokens where the last answer ended
 
     def run(self) -> None:
         """Until the input ends, or /exit."""
         if not self.quiet:
-            template = self.llm.chat_template.source.name
-            self.console.note(
-                f"{self.llm.config.model}: chat template {template}, context {self.llm.max_model_len} tokens. "
-                "/help lists the commands, Ctrl-D leaves"
-            )
+            llm, template = self.llm, self.llm.chat_template.source.name
+            sizes = f"chat template {template}, context {llm.max_model_len} tokens."
+            self.console.note(f"{llm.config.model}: {sizes}\n/help lists the commands, Ctrl-D leaves")
         while True:
             try:
                 self._next()
@@ -114,10 +109,10 @@ class Session:
             self._send(self._block(line.lstrip()[3:]))
         elif line.startswith("/"):
             name, _, rest = line[1:].partition(" ")
-            if name not in COMMANDS:
-                near = difflib.get_close_matches(name, COMMANDS, n=1)
-                hint = f"did you mean /{near[0]}?" if near else "/help lists them."
-                raise RequestError(f'unknown command /{name}: {hint} (a message that begins with / goes between """)')
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean /{near[0]}?" if near else "/help lists them."
+            escape = '(a message that begins with / goes between """)'
+            require_request(name in COMMANDS, f"unknown command /{name}: {hint} {escape}")
             COMMANDS[name](self, rest.strip())
         elif line.strip():
             self._send(line)
@@ -139,12 +134,9 @@ class Session:
         """Answer a message; it and what came of the answer become turns, or neither does."""
         asked: Message = {"role": "user", "content": text}
         ids = self.llm.chat_template.encode([*self.system, *self.turns, asked])
-        if len(ids) >= self.llm.max_model_len:
-            raise RequestError(
-                f"the conversation has {len(ids)} tokens with this message, max_model_len is {self.llm.max_model_len} "
-                "with at least one for the answer; it is never cut, and the message was not added: /clear begins a new "
-                "conversation, a larger -c holds a longer one"
-            )
+        sizes = f"{len(ids)} tokens with this message, max_model_len is {self.llm.max_model_len}"
+        way = "it was not added: /clear, or leave and give a larger -c"
+        require_request(len(ids) < self.llm.max_model_len, f"the conversation has {sizes}; {way}")
         outputs = self.llm.stream_chat(ids, self.params)
         if self.console.interactive:
             outputs = stoppable(outputs)
@@ -161,10 +153,8 @@ class Session:
 
     def _report(self, last: RequestOutput, times: list[float]) -> None:
         asked, said, limit = len(last.prompt_token_ids), len(last.token_ids), self.llm.max_model_len
-        self.held, self.cache = asked + said, last.cache_report
+        self.held = asked + said
         self.generated += said
-        self.steps += len(times) - 2
-        self.seconds += times[-1] - times[1]
         if last.finish_reason is None:
             self.console.note("stopped: the answer so far is kept")
         elif last.finish_reason == "length" and self.held >= limit:
@@ -195,14 +185,13 @@ class Session:
 
     def do_set(self, rest: str) -> None:
         """/set [NAME VALUE]  show or set how answers are chosen, as /set temperature 0.7"""
-        known = {flag.name: flag for flag in flags(SamplingParams)}
+        known = {name: flag for name, flag in flags(SamplingParams).items() if flag["parse"] is not bool}
         if rest:
             name, _, value = rest.partition(" ")
-            if name not in known or not value:
-                raise RequestError(f"/set takes a name and a value; names: {', '.join(known)}; got {shown(rest)}")
-            optional = known[name].default is None
+            sound = name in known and value != ""
+            require_request(sound, f"/set takes a name and a value; names: {', '.join(known)}; got", rest)
             try:
-                parsed: Any = None if optional and value == "none" else known[name].parse(value)
+                parsed: Any = None if value == "none" else known[name]["parse"](value)
             except ValueError:
                 raise RequestError(f"{name} must be a number, got {shown(value)}") from None
             self.params = dataclasses.replace(self.params, **{name: parsed})
@@ -219,8 +208,7 @@ class Session:
         saved = {"format": FORMAT, "model": self.llm.config.model, "messages": self.system + self.turns,
                  "settings": dataclasses.asdict(self.params)}  # fmt: skip
         try:
-            if file.exists() and not file.is_file():
-                raise RequestError(f"{file}: not a regular file")
+            require(file.is_file() or not file.exists(), f"{file}: not a regular file")
             _write_atomically(file, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
         except OSError as error:
             raise RequestError(f"{file}: cannot be written: {error.strerror}") from None
@@ -230,14 +218,12 @@ class Session:
         """/load FILE         go on with a conversation that was saved"""
         file = Path(os.path.realpath(_file(name, "/load")))  # the user's own file: a link may lead anywhere
         saved: dict[str, Any] = read_object(file)
-        if saved.get("format") != FORMAT:
-            raise RequestError(f"{file}: not a saved conversation: format must be {FORMAT!r}")
+        require(saved.get("format") == FORMAT, f"{file}: not a saved conversation: format must be {FORMAT!r}")
         try:
             params = SamplingParams(**saved.get("settings"))  # type: ignore[arg-type]
         except TypeError as error:
             raise RequestError(f"{file}: settings are wrong: {error}") from None
-        if params.n != 1:
-            raise RequestError(f"{file}: n must be 1, got {params.n}")
+        require(params.n == 1, f"{file}: n must be 1, got", params.n)
         messages: Any = saved.get("messages")
         if messages != []:
             check_messages(messages, last=("assistant", "system"))
@@ -250,13 +236,10 @@ class Session:
     def do_stats(self, rest: str) -> None:
         """/stats             tokens, speed and memory"""
         stats = self.llm.stats()
-        cache, warm = (self.cache.get(key, 0) for key in ("resident_bytes", "warm_tokens"))
-        compressed = f" ({warm} tokens compressed)" if warm else ""
-        speed = f", {self.steps / self.seconds:.1f} tok/s" if self.seconds else ""
         self.console.note(
             f"{len(self.turns) // 2} turns; the last answer ended at {self.held} of {stats['max_model_len']} tokens\n"
-            f"{self.generated} tokens generated in this session{speed}\n"
-            f"KV cache {cache / 1e6:.1f} MB{compressed} of {stats['kv_capacity_bytes'] / 1e6:.1f} MB, weights "
+            f"{self.generated} tokens generated in this session\n"
+            f"KV cache {stats['kv_resident_bytes'] / 1e6:.1f} MB of {stats['kv_capacity_bytes'] / 1e6:.1f} MB, weights "
             f"{stats['weights_bytes'] / 1e6:.1f} MB, peak memory {stats['peak_rss_bytes'] / 1e9:.2f} GB"
         )
 
@@ -271,8 +254,7 @@ COMMANDS = {name.removeprefix("do_"): do for name, do in vars(Session).items() i
 
 
 def _file(name: str, command: str) -> Path:
-    if not name or "\0" in name:
-        raise RequestError(f"{command} takes the name of a file")
+    require_request(name != "" and "\0" not in name, f"{command} takes the name of a file")
     return Path(os.path.expanduser(name))
 
 
@@ -284,6 +266,59 @@ def _write_atomically(file: Path, text: str) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(stream.name, file)
+
+
+class Console:
+    """On a terminal with a prompt, a history and colours; else the bare lines. The history lasts as long as the
+    process: what is said is written to no file."""
+
+    def __init__(self) -> None:
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # refused as a message, not here
+        self.interactive = sys.stdin.isatty()
+        colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and sys.stderr.isatty()
+        self._dim, self._plain = ("\x1b[2m", "\x1b[0m") if colours else ("", "")
+        if self.interactive and sys.stdout.isatty():
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 - input() then knows the arrow keys and earlier lines
+
+    def line(self, prompt: str) -> str:
+        """The next line, without its end. Raises EOFError at the end of the input."""
+        # Where stdout is somewhere else, the prompt goes to stderr.
+        with contextlib.redirect_stdout(sys.stdout if sys.stdout.isatty() else sys.stderr):
+            return input(prompt if self.interactive else "").removesuffix("\r")
+
+    def write(self, text: str) -> None:
+        """A part of the conversation."""
+        print(text.translate(_CONTROLS) if sys.stdout.isatty() else text, end="", flush=True)
+
+    def note(self, text: str) -> None:
+        print(f"{self._dim}{text.translate(_CONTROLS)}{self._plain}", file=sys.stderr, flush=True)
+
+    def error(self, error: object) -> None:
+        print(f"error: {error}".translate(_CONTROLS), file=sys.stderr, flush=True)
+
+
+def stoppable(outputs: Outputs) -> Outputs:
+    """The outputs up to Ctrl-C. While the model computes it is KeyboardInterrupt, at once: that step then counts as not
+    done. Anywhere else an exception could lose pages of the cache, so it waits for the next moment between steps."""
+    pressed = Event()
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        pressed.set()
+        while frame is not None:
+            if frame.f_globals.get("__name__") == "engine.runner":
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
+            for output in outputs:
+                yield output
+                if pressed.is_set():
+                    return
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """What the commands share: flags from dataclass fields, and errors as exit codes instead of tracebacks (no torch)."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -11,9 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, RequestOutput, SamplingParams
 from engine.errors import RequestError, TokenizerError
-from engine.request import RequestOutput, SamplingParams
 from engine.settings import flags
 from engine.signals import exit_at_once
 from memory.errors import CapacityError
@@ -37,24 +34,20 @@ EXIT_CODES: dict[int, tuple[type[BaseException], ...]] = {
 def add_flags(parser: argparse._ActionsContainer, config: type[Any], **defaults: Any) -> None:
     """The flags of a settings class; absent ones leave no attribute. defaults: what the help says in place of the
     fields' own."""
-    switch: dict[str, Any] = {"action": "store_true"}
-    for flag in flags(config):
-        parser.add_argument(
-            f"--{flag.name.replace('_', '-')}",
-            *flag.names,
-            default=argparse.SUPPRESS,
-            help=flag.help.replace("%(default)s", str(defaults.get(flag.name, flag.default))),
-            **(switch if flag.parse is bool else {"type": _argument(flag.parse), "metavar": flag.metavar}),
-        )
+    for name, flag in flags(config).items():
+        default = defaults.get(name, config.__dataclass_fields__[name].default)
+        takes: dict[str, Any] = {"type": flag["parse"], "metavar": flag["metavar"]}
+        options = {"action": "store_true"} if flag["parse"] is bool else takes
+        options |= {"default": argparse.SUPPRESS, "help": flag["help"].replace("%(default)s", str(default))}
+        parser.add_argument(f"--{name.replace('_', '-')}", *flag["names"], **options)
 
 
 def add_run_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """The flags of every command that loads a model and lets it answer."""
     parser.add_argument("-m", "--model", required=True, help="name or directory, as smollm2-135m or ./my-model")
-    add_flags(parser.add_argument_group("answer"), SamplingParams, **defaults)
-    answer = parser.add_argument_group("ending")
+    answer = parser.add_argument_group("answer")
+    add_flags(answer, SamplingParams, **defaults)
     answer.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    answer.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-text token")
     add_flags(parser.add_argument_group("engine"), EngineConfig)
     parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
 
@@ -103,17 +96,6 @@ def rates(times: list[float], prompt_tokens: int) -> dict[str, Any]:
 def given(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
     """The fields of the dataclass that were given on the command line."""
     return {key: value for key, value in vars(args).items() if key in config.__dataclass_fields__}
-
-
-def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        try:
-            return parse(text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    convert.__name__ = parse.__name__  # argparse names it in "invalid int value"
-    return convert
 
 
 def run(main: Callable[[list[str] | None], int], argv: list[str] | None = None) -> NoReturn:

@@ -1,29 +1,19 @@
-"""The engine's settings: frozen, checked where they are born, and the source of the command line's flags (no torch)."""
+"""The settings of the engine and of requests: frozen, checked where they are born, and the source of the command line's
+flags; and what requests come back as (no torch)."""
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from engine.errors import shown
-from engine.settings import Accepts, check, integer, number, one_of, parse_size
+from engine.errors import RequestError
+from engine.settings import check, parse_size
 from memory.config import TierConfig
 from models.errors import ConfigError
 
 _TIERS = TierConfig()  # the defaults
-
-# Settings that this version does not have, and what they belong to: refused by name, never ignored.
-NOT_YET = {
-    "quantization": "quantised weights",
-    **dict.fromkeys(("profile", "scorer"), "trained scorers of importance"),
-    **dict.fromkeys(
-        ("recall", "cold_format", "host_cache_size", "flash_cache_dir", "flash_cache_size"), "exact copies below"
-    ),
-}
 
 
 def usable_cpus() -> int:
@@ -33,10 +23,10 @@ def usable_cpus() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything that is decided before a model is loaded; flags.json says what most of it means. Raises ConfigError
-    naming the field, got and wanted."""
+    """Everything that is decided before a model is loaded; flags.json says what it means and what it may be. Raises
+    ConfigError naming the field, got and wanted."""
 
-    model: str  # or a path, which becomes one
+    model: str  # paths become texts, and texts sizes
     tokenizer: str | os.PathLike[str] | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
@@ -44,7 +34,7 @@ class EngineConfig:
     backend: str = "auto"
     max_model_len: int | None = None
     rope_scaling: Mapping[str, Any] | None = None
-    kv_cache_memory: int | None = None  # a str is parsed
+    kv_cache_memory: int | None = None
     page_size: int = 64
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
@@ -67,65 +57,68 @@ class EngineConfig:
     warm_threshold: float = _TIERS.warm_threshold
     evict_threshold: float = _TIERS.evict_threshold
     warm_placement: str = "device"
-    quantization: None = None
-    recall: None = None
+    recall: float | None = None
+    recall_block: int = 16  # queries of a prompt that share what they recall
     cold_format: str = "auto"
-    host_cache_size: None = None
-    flash_cache_dir: None = None
-    flash_cache_size: None = None
+    cold_policy: str = "inclusive"
+    host_cache_size: int | None = None
+    flash_cache_dir: str | os.PathLike[str] | None = None
+    flash_cache_size: int | None = None
+    flash_cache_persist: bool = False
+    quantization: None = None  # this and what follows come with later versions
     profile: str = "default"
     scorer: None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, os.PathLike):
-            object.__setattr__(self, "model", os.fspath(self.model))
-        if isinstance(self.kv_cache_memory, str):
-            object.__setattr__(self, "kv_cache_memory", parse_size(self.kv_cache_memory))
-        check(self, _CHECKS, ConfigError)
-        for name, part in NOT_YET.items():
-            value, default = getattr(self, name), self.__dataclass_fields__[name].default
-            if value != default:
-                raise ConfigError(
-                    f"{name} {shown(value)} is not available in this version: leave it {default!r} ({part} come later)"
-                )
+        for name, value in vars(self).items():
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
+            elif isinstance(value, str) and name in ("kv_cache_memory", "host_cache_size", "flash_cache_size"):
+                object.__setattr__(self, name, parse_size(value))
+        check(self, ConfigError)
 
 
-def _path(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike) and bool(os.fspath(value))
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How an answer is chosen. temperature 0 is greedy; the filters apply in the order of the fields.
+
+    logprobs: for every token of the answer, the log-probabilities (natural, of the unfiltered distribution) of this
+    many most likely tokens and of the chosen one. n: answers per prompt, each with its own randomness.
+    Raises RequestError naming the parameter, got and wanted.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    cache_salt: str = ""  # cached prefixes serve requests of the same salt only
+    exact_prefix: bool = False  # use cached prefixes only as far as they were computed by an exact cache
+
+    def __post_init__(self) -> None:
+        stop: Any = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        right = isinstance(stop, list | tuple) and len(stop) <= 16
+        if not right or not all(isinstance(text, str) and 0 < len(text) <= 256 for text in stop):
+            raise RequestError("stop must be at most 16 texts of 1 to 256 characters")
+        object.__setattr__(self, "stop", tuple(stop))
+        check(self, RequestError)
 
 
-# What each field accepts, beside None where that is its default: (in words, test).
-_CHECKS: dict[str, Accepts] = {
-    "model": ("a name or a path", _path),
-    "tokenizer": ("a path", _path),
-    "skip_tokenizer_init": one_of(True, False),
-    "enable_prefix_caching": one_of(True, False),
-    "check_tensors": one_of(True, False),
-    "eviction_policy": one_of("importance", "lru"),
-    "max_prefix_children": (
-        "an integer from 2 on, or None",
-        lambda value: value is None or (type(value) is int and value > 1),
-    ),
-    "max_prefix_depth": integer(1, 1 << 16),
-    "dtype": one_of("auto", "float32", "bfloat16", "float16"),
-    "device": ("auto, cpu, cuda or cuda:N", lambda value: bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)))),
-    "backend": one_of("auto", "torch", "triton"),
-    "rope_scaling": ("an object as in config.json", lambda value: isinstance(value, Mapping)),
-    "max_model_len": integer(1, 1 << 27),
-    "kv_cache_memory": integer(1, 1 << 50),
-    "page_size": one_of(16, 32, 64),
-    "kv_budget": number(math.ulp(0.0), 1, "above 0 up to 1"),
-    "preset": one_of("proposal"),
-    "importance": one_of("score", "random", "none"),
-    "recent_tokens": integer(0, 1 << 27),
-    "attention_window": integer(1, 1 << 20),
-    "hot_layer_size": integer(0, 1 << 40),
-    **dict.fromkeys(
-        ("hot_ratio", "warm_layer_ratio", "hot_threshold", "warm_threshold", "evict_threshold"), number(0, 1)
-    ),
-    "warm_placement": one_of("device", "shared"),
-    "max_num_batched_tokens": integer(1, 1 << 20),
-    "max_num_seqs": integer(1, 1 << 16),
-    "threads": integer(1, 4096),
-    "seed": integer(0, (1 << 63) - 1),
-}
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """An answer so far. finish_reason is None while it grows, then stop, length, abort or error."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    logprobs: list[dict[int, float]] | None
+    num_cached_tokens: int  # of the prompt, that were found in the cache and not computed
+    cache_report: dict[str, Any] = field(default_factory=dict)
+    request_id: int = 0

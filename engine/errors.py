@@ -1,10 +1,8 @@
 """What can be wrong with a request or a tokenizer; the other errors come from the packages that know."""
 
-from __future__ import annotations
+import functools
 
-from models.errors import shown
-
-__all__ = ["RequestError", "TokenizerError", "shown"]
+from models.errors import require
 
 
 class TokenizerError(ValueError):
@@ -13,3 +11,6 @@ class TokenizerError(ValueError):
 
 class RequestError(ValueError):
     """A prompt or a sampling parameter is not acceptable; the message names it, got and wanted."""
+
+
+require_request = functools.partial(require, error=RequestError)

@@ -1,12 +1,5 @@
 """`python -m engine.generate`: complete a prompt. The text streams to stdout, everything else goes to stderr."""
 
-from __future__ import annotations
-
-if __name__ == "__main__":  # before the other imports take their time
-    from engine.signals import exit_at_once
-
-    exit_at_once()
-
 import argparse
 import contextlib
 import json
@@ -18,9 +11,11 @@ from typing import Any
 
 from engine.arguments import Parser
 from engine.cli import add_run_flags, rates, run, run_settings, show, with_defaults
+from engine.config import RequestOutput
 from engine.errors import RequestError
-from engine.request import RequestOutput
 from engine.signals import raise_exceptions
+
+_COLD_HITS = 0.15  # of the tokens attended exactly; above it, reading takes time that a knob can save
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     raise_exceptions()
     params = with_defaults(flags, llm.generation_config, args.quiet)
     with contextlib.closing(llm.stream(prompt, params)) as outputs:
-        last, times = show(outputs, (lambda text: None) if args.json else _write)
+        last, times = show(outputs, lambda text: None if args.json else print(text, end="", flush=True))
     assert last is not None
     report = _report(last, llm.stats(), load_s, times)
     print(json.dumps(report) if args.json else "")
@@ -74,10 +69,6 @@ def _prompt(args: argparse.Namespace) -> str:
         raise RequestError(f"{name}: cannot be read: {error.strerror}") from None
 
 
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
-
-
 def _report(output: RequestOutput, stats: dict[str, Any], load_s: float, times: list[float]) -> dict[str, Any]:
     cache = output.cache_report
     memory = {key: stats[key] for key in ("weights_bytes", "peak_rss_bytes", "kv_shared_bytes")}
@@ -92,7 +83,8 @@ def _report(output: RequestOutput, stats: dict[str, Any], load_s: float, times: 
         "timings": {"load_s": load_s} | rates(times, len(output.prompt_token_ids)),
         "memory": memory,
         "cache": cache
-        | {"num_cached_tokens": output.num_cached_tokens, "prefix_tree_depth": stats["prefix_tree_depth"]},
+        | {"num_cached_tokens": output.num_cached_tokens}
+        | {key: stats[key] for key in ("prefix_tree_depth", "flash", "compute_s_per_token")},
     }
 
 
@@ -108,6 +100,15 @@ def _summary(report: dict[str, Any]) -> str:
             f"{cache['hot_tokens']} tokens exact, {cache['warm_tokens']} compressed, {cache['moves']} moves, "
             f"attention to compressed ones {cache['warm_mass']:.0%}, missed {cache['missed_mass']:.0%}"
         )
+    if cache["read_bytes_per_token"]:
+        read, hits = cache["read_bytes_per_token"] / 1e6, cache["cold_hit_rate"]
+        less = " (a lower --recall reads less)" if hits > _COLD_HITS else ""
+        tiers += f", {read:.2f} MB of copies read a token, cold hits {hits:.0%}{less}"
+    if flash := cache["flash"]:
+        tiers += f" | flash: {flash['hits']:.0f} pages read, {flash['writes']:.0f} written"
+        if flash["hits"] and cache["compute_s_per_token"]:
+            read, compute = flash["read_seconds"] / flash["hits"], cache["compute_s_per_token"] * cache["page_size"]
+            tiers += f", {read * 1e3:.1f} ms to read a page that takes {compute * 1e3:.1f} ms to compute"
     return (
         f"Prompt: {report['prompt_tokens']} tokens, {timings['prefill_tok_s']:.1f} tok/s | "
         f"Generation: {report['completion_tokens']} tokens{decode} | "

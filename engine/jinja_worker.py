@@ -5,19 +5,18 @@ that never end or texts of gigabytes: so the process is ended by the kernel afte
 limited, and so is what it may write. It starts for every prompt, in about a tenth of a second.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
+import functools
 import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from engine.errors import RequestError
-from models.errors import ConfigError
+from engine.errors import RequestError, require_request
+from models.errors import ConfigError, require_config
 
 SECONDS = 1.0  # of computing, for all renderings of a prompt, without the start of the process
 CHARACTERS = 1_000_000  # of a rendering, beside those of its messages
@@ -42,14 +41,11 @@ def render(template: str, conversations: list[Conversation], variables: dict[str
         done = subprocess.run(command, input=job, capture_output=True, timeout=_WALL_SECONDS, start_new_session=True)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{origin}: the chat template was not done after {_WALL_SECONDS:.0f} s") from None
-    if done.returncode == -signal.SIGPROF:
-        raise ConfigError(f"{origin}: the chat template computes for more than {SECONDS:.0f} s")
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        kind, _, words = last.partition(": ")
-        if kind == RequestError.__name__:
-            raise RequestError(words)
-        raise ConfigError(f"{origin}: the chat template fails: {last or f'its process ended with {done.returncode}'}")
+    require_config(done.returncode != -signal.SIGPROF, f"{origin}: the chat template takes more than {SECONDS:.0f} s")
+    last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"its process ended: {done.returncode}"
+    kind, _, words = last.partition(": ")
+    require_request(done.returncode == 0 or kind != RequestError.__name__, words)
+    require_config(done.returncode == 0, f"{origin}: the chat template fails: {last}")
     return list(json.loads(done.stdout))
 
 
@@ -67,9 +63,7 @@ def work() -> None:
         texts = render_here(**json.loads(job))
     except Exception as error:  # whatever an expression can raise
         kind = f"line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else type(error).__name__
-        memory = isinstance(error, MemoryError | RecursionError)
-        reason = "it needs too much memory" if memory else str(error)[:300].replace("\n", " ")
-        sys.exit(f"{kind}: {reason}")
+        sys.exit(f"{kind}: {str(error)[:300] or 'too much memory'}".replace("\n", " "))
     sys.stdout.write(json.dumps(texts))
 
 
@@ -80,14 +74,9 @@ def render_here(template: str, conversations: list[Conversation], variables: dic
     def raise_exception(message: str) -> NoReturn:
         raise RequestError(f"the chat template refuses this conversation: {message}")
 
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
     now = datetime.datetime.now()  # the same in all renderings, which are compared
     jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    jinja.filters["tojson"] = tojson
+    jinja.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     jinja.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime}
     compiled = jinja.from_string(template)
     texts = []

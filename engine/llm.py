@@ -14,22 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import RequestError, shown
+from engine.config import EngineConfig, RequestOutput, SamplingParams
+from engine.errors import RequestError, require_request
 from engine.loading import Engine, load, second_cache
 from engine.metrics import peak_rss_bytes
 from engine.progress import Progress
-from engine.request import RequestOutput, SamplingParams
 from engine.runner import Runner
 from engine.sampler import sample, top_logprobs
 from engine.scheduler import Request, Scheduler
 from engine.templates import ChatTemplate, Message, find_template
 from engine.tokenizer import Detokenizer
 from memory import CapacityError
-from models.errors import ConfigError
+from models.errors import require_config
 
 Prompt = str | list[int]
 log = logging.getLogger("isotherm")
+
+_COUNTED = ("num_preemptions", "num_prompt_tokens", "num_cached_tokens")  # of requests that were begun; in the cache
 
 
 class LLM:
@@ -42,8 +43,7 @@ class LLM:
         Raises ConfigError, ModelFormatError, TokenizerError, or CapacityError where model and cache do not fit.
         """
         unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
-        if unknown:
-            raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}; see EngineConfig")
+        require_config(not unknown, f"unknown settings: {', '.join(sorted(unknown))}; see EngineConfig")
         self.config = EngineConfig(model=model, **settings)  # type: ignore[arg-type]
         self._start(load(self.config, progress), progress)
 
@@ -58,7 +58,7 @@ class LLM:
         self._model = engine.model
         self._cache = engine.cache
         self._eos_ids = engine.eos_ids
-        self._runner = Runner(engine.model, engine.cache, engine.ops)
+        self._runner = Runner(engine.model, engine.cache)
         self._scheduler = Scheduler(engine.cache, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}
@@ -70,8 +70,7 @@ class LLM:
         changes: its other settings of cache and steps, as kv_budget or page_size. Raises ConfigError, CapacityError.
         """
         fixed = changes.keys() & {"model", "tokenizer", "dtype", "device", "backend", "rope_scaling", "quantization"}
-        if fixed:
-            raise ConfigError(f"a twin has the same {', '.join(sorted(fixed))}; load another LLM instead")
+        require_config(not fixed, f"a twin has the same {', '.join(sorted(fixed))}; load another LLM instead")
         other = object.__new__(type(self))
         other.config = replace(self.config, **changes)
         other._start(second_cache(self._engine, other.config), self._progress)
@@ -83,16 +82,16 @@ class LLM:
         return self._model.config.vocab_size
 
     def generate(
-        self,
-        prompts: str | list[str] | list[list[int]],
-        params: SamplingParams | None = None,
-        use_tqdm: bool = True,
+        self, prompts: str | list[str] | list[list[int]], params: SamplingParams | None = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """Answers to one or several prompts, computed together; n > 1 gives n consecutive answers a prompt.
 
         use_tqdm: a progress bar, on a terminal only. Raises RequestError before anything is computed.
         """
-        requests = self._requests_for(prompts, _checked(params))
+        params = _checked(params)
+        seeds = [None if params.seed is None else (params.seed + i) % 2**63 for i in range(params.n)]
+        every = [replace(params, n=1, seed=seed) for seed in seeds]
+        requests = [self._request(list(tokens), own) for tokens in self._prompts(prompts) for own in every]
         with self._in_engine(requests), Progress(total=len(requests), desc="Generating", shown=use_tqdm) as bar:
             while any(request.finish_reason is None for request in requests):
                 self._advance()
@@ -101,9 +100,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """One answer as it grows; each output has the whole text so far, the last one a finish_reason."""
-        params = _checked(params, "stream gives one answer")
-        request = self._request(self._one_prompt(prompt), params)
-        yield from self._stream(request)
+        yield from self._stream(self._request(self._one_prompt(prompt), _checked(params, "stream gives one answer")))
 
     @functools.cached_property
     def chat_template(self) -> ChatTemplate:
@@ -213,22 +210,12 @@ class LLM:
             "num_requests_running": len(self._scheduler.running),
             "num_requests_waiting": len(self._scheduler.waiting),
             "num_requests_failed": self._num_failed,  # that ended with finish_reason "error"
-            "num_preemptions": self._scheduler.num_preemptions,
-            "num_prompt_tokens": self._scheduler.num_prompt_tokens,  # of all requests that were begun
-            "num_cached_tokens": self._scheduler.num_cached_tokens,  # of these, found in the cache
+            **{name: getattr(self._scheduler, name) for name in _COUNTED},
             "prefix_tree_depth": 0 if self._cache.prefixes is None else self._cache.prefixes.tree.depth,
             "weights_bytes": self._model.nbytes,
-            "kv_resident_bytes": self._cache.resident_bytes,
-            "kv_prefix_bytes": self._cache.prefix_bytes,  # of the resident ones, that no running request holds
-            "kv_capacity_bytes": self._cache.capacity_bytes,
-            "kv_shared_bytes": self._cache.shared_bytes,  # of the resident ones
-            "kv_cold_bytes": 0,
-            "kv_moves": self._cache.num_moves,
-            "kv_bytes_per_token": self._cache.config.token_bytes,
-            "kv_cache_usage": 1 - self._cache.idle_units() / self._cache.config.num_units,  # by running requests
             "max_model_len": self.max_model_len,
             "peak_rss_bytes": peak_rss_bytes(),
-        }
+        } | self._cache.stats()
 
     def _advance(self) -> None:
         """One step: schedule, forward, sample, commit. If it fails, requests that were not committed compute the same
@@ -306,8 +293,8 @@ class LLM:
     def _prompts(self, prompts: Any) -> list[list[int]]:
         if isinstance(prompts, str):
             prompts = [prompts]
-        if not isinstance(prompts, list) or not prompts or any(type(prompt) is int for prompt in prompts):
-            raise RequestError("prompts must be a text, a list of texts, or a list of token-id lists")
+        several = isinstance(prompts, list) and prompts != [] and not any(type(prompt) is int for prompt in prompts)
+        require_request(several, "prompts must be a text, a list of texts, or a list of token-id lists")
         return [self._one_prompt(prompt) for prompt in prompts]
 
     def _one_prompt(self, prompt: Any) -> list[int]:
@@ -315,62 +302,38 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError("a text prompt needs the tokenizer; skip_tokenizer_init is set: give token ids")
             return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, list):
-            raise RequestError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}")
-        if not all(type(i) is int and 0 <= i < self.vocab_size for i in prompt):
-            raise RequestError(f"token ids must be integers from 0 to {self.vocab_size - 1}")
+        listed = isinstance(prompt, list)
+        require_request(listed, f"a prompt is a text or a list of token ids, got {type(prompt).__name__}")
+        known = all(type(i) is int and 0 <= i < self.vocab_size for i in prompt)
+        require_request(known, f"token ids must be integers from 0 to {self.vocab_size - 1}")
         return list(prompt)
 
-    def _requests_for(self, prompts: Any, params: SamplingParams) -> list[Request]:
-        """A request for every answer to every prompt; none is in the engine yet."""
-        seeds = [None if params.seed is None else (params.seed + i) % 2**63 for i in range(params.n)]
-        every = [replace(params, n=1, seed=seed) for seed in seeds]
-        return [self._request(list(tokens), own) for tokens in self._prompts(prompts) for own in every]
-
     def _request(
-        self,
-        tokens: list[int],
-        params: SamplingParams,
-        scores: list[torch.Tensor] | None = None,
+        self, tokens: list[int], params: SamplingParams, scores: list[torch.Tensor] | None = None,
         end_ids: frozenset[int] = frozenset(),
-    ) -> Request:
-        length = len(tokens)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need the tokenizer; skip_tokenizer_init is set")
-        if not tokens:
-            raise RequestError("the prompt is empty, and this model has no BOS token to begin with")
-        longest = self.max_model_len if scores is not None else self.max_model_len - 1
-        if length > longest:
-            raise RequestError(
-                f"the prompt has {length} tokens, max_model_len is {self.max_model_len}"
-                + ("" if scores is not None else " with at least one for the answer")
-                + "; it is never cut: shorten it, or raise --max-model-len as far as the model allows"
-            )
+    ) -> Request:  # fmt: skip
+        length, answered = len(tokens), scores is None
+        stoppable = self.tokenizer is not None or not params.stop
+        require_request(stoppable, "stop strings need the tokenizer; skip_tokenizer_init is set")
+        require_request(length > 0, "the prompt is empty, and this model has no BOS token to begin with")
+        most = f"max_model_len is {self.max_model_len}{' with at least one for the answer' if answered else ''}"
+        way = "it is never cut: shorten it, or raise --max-model-len as far as the model allows"
+        fits = length + answered <= self.max_model_len
+        require_request(fits, f"the prompt has {length} tokens, {most}; {way}")
         request_id = next(self._ids)
-        generator = None
-        if params.temperature > 0:
-            generator = torch.Generator().manual_seed(
-                params.seed if params.seed is not None else (self.config.seed * 1_000_003 + request_id) % 2**63
-            )
-        request = Request(
-            id=request_id,
-            params=params,
-            tokens=tokens,
-            num_prompt_tokens=length,
-            max_tokens=min(params.max_tokens, self.max_model_len - length) if scores is None else 0,
-            eos_ids=frozenset() if params.ignore_eos else self._eos_ids | end_ids,
-            generator=generator,
-            detokenizer=Detokenizer(self.tokenizer, tokens) if self.tokenizer and scores is None else None,
-            scores=scores,
-        )
+        seed = (self.config.seed * 1_000_003 + request_id) % 2**63 if params.seed is None else params.seed
+        generator = torch.Generator().manual_seed(seed) if params.temperature > 0 else None
+        max_tokens = min(params.max_tokens, self.max_model_len - length) if answered else 0
+        eos_ids = frozenset() if params.ignore_eos else self._eos_ids | end_ids
+        detokenizer = Detokenizer(self.tokenizer, tokens) if self.tokenizer and answered else None
+        request = Request(request_id, params, tokens, length, max_tokens, eos_ids, generator, detokenizer, scores)
         cache = self._cache.config
         exact = cache.pages_for(request.most_tokens) <= cache.num_pages
         if not exact and cache.least_units(request.most_tokens) > cache.num_units:
-            fits = cache.most_tokens
             raise CapacityError(
-                f"the request needs {request.most_tokens} tokens of cache ({length} of the prompt), {fits} fit in "
-                f"{self._cache.capacity_bytes / 1e6:.1f} MB; use a larger --kv-cache-memory, fewer --max-tokens, or a "
-                "shorter prompt"
+                f"the request needs {request.most_tokens} tokens of cache ({length} of the prompt), "
+                f"{cache.most_tokens} fit in {self._cache.capacity_bytes / 1e6:.1f} MB; use a larger "
+                "--kv-cache-memory, fewer --max-tokens, or a shorter prompt"
             )
         return request
 
@@ -393,8 +356,7 @@ class LLM:
 def _checked(params: SamplingParams | None, one: str | None = None) -> SamplingParams:
     """one: what to say of an n above 1 where it cannot be."""
     params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"params must be one SamplingParams for all prompts, got {shown(params)}")
-    if one and params.n != 1:
-        raise RequestError(f"{one}: n must be 1, got {params.n}")
+    one_for_all = isinstance(params, SamplingParams)
+    require_request(one_for_all, "params must be one SamplingParams for all prompts, got", params)
+    require_request(not one or params.n == 1, f"{one}: n must be 1, got", params.n)
     return params

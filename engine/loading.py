@@ -1,36 +1,42 @@
 """From settings to a model in memory: what to load, how large it may be, and where it goes."""
 
-from __future__ import annotations
-
+import hashlib
 import logging
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import kernels
 from engine.config import EngineConfig, usable_cpus
 from engine.metrics import free_memory_bytes
 from engine.progress import Progress
-from engine.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from kernels.ops import Ops
+from engine.tokenizer import Tokenizer, load_tokenizer
 from kernels.reference import cpu_computes_bfloat16
 from memory import CapacityError
 from memory.cache import KVCache
-from memory.config import WARM_BITS, CacheConfig, TierConfig
+from memory.config import WARM_BITS, CacheConfig, ColdConfig, TierConfig
+from memory.flash import FlashStore, StoreRefused
 from models.checkpoint import TensorInfo, open_checkpoint
-from models.errors import ConfigError
-from models.files import read_object
+from models.errors import ConfigError, require_config
+from models.files import optional_object, read_object
 from models.llama.config import LlamaConfig, token_ids
 from models.llama.model import Llama, LlamaWeights
 from models.loader import check_fit, load_weights
 from models.resolve import resolve
 
 log = logging.getLogger("isotherm")
+
+_SAMPLE = 4096  # bytes of each tensor that say which weights they are
+_FLASH_BYTES = 4 << 30  # of a flash cache, where no size is given
+_RECALL = 0.05  # of all tokens, where there are copies and no other fraction is asked for
+# Settings of the same name and meaning in EngineConfig and what the cache is made of.
+_OF_CACHE = ("page_size", "eviction_policy", "max_prefix_children", "max_prefix_depth")
+_OF_TIERS = ("attention_window", "evict_threshold", "hot_threshold", "importance", "warm_layer_ratio", "warm_threshold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,6 @@ class Engine:
 
     model: Llama
     cache: KVCache
-    ops: Ops
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     max_model_len: int
@@ -54,62 +59,70 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     """
     path = resolve(config.model)
     model_config = LlamaConfig.from_dict(read_object(path / "config.json"), config.rope_scaling)
-    device = _device(config.device)
-    dtype = _dtype(config.dtype, model_config, device)
+    device, dtype, backend = _placement(config, model_config)
     if device.type == "cpu":
         torch.set_num_threads(config.threads or max(1, usable_cpus() // 2))
     max_model_len = _max_model_len(config, model_config)
-    generation_file = path / "generation_config.json"
-    generation = read_object(generation_file) if generation_file.is_file() else {}
-    tokenizer = None if config.skip_tokenizer_init else _tokenizer(config, path, model_config)
+    generation = optional_object(path / "generation_config.json")
+    source = Path(config.tokenizer or path)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, model_config.vocab_size)
     eos_ids = model_config.eos_token_ids + token_ids(generation.get("eos_token_id"), "eos_token_id")
+    eos_ids += tokenizer.eos_ids if tokenizer else ()
     tensors = open_checkpoint(path)
     weights = LlamaWeights(model_config)
     check_fit(weights, tensors)
-    cache_config = _cache_config(
-        config, model_config, _weight_bytes(tensors, model_config, device, dtype), device, dtype
-    )
+    count = sum(math.prod(info.shape) for info in tensors.values())
+    if model_config.tie_word_embeddings and device.type == "cpu" and dtype == torch.bfloat16:
+        count += model_config.vocab_size * model_config.hidden_size  # the head, in a layout of its own
+    cache_config = _cache_config(config, model_config, count * dtype.itemsize, device, dtype)
 
     def bar(names: Iterable[str]) -> Iterable[str]:
         yield from Progress(names, desc="Loading", unit="tensor", shown=progress)
 
-    ops = kernels.load(_backend(config.backend, device))
+    ops = kernels.load(backend)
+    flash = _flash(config, cache_config, _fingerprint(cache_config, model_config, dtype, tensors))
     load_weights(weights, tensors, dtype, device, bar, config.check_tensors)
-    return Engine(
-        model=Llama(model_config, weights, ops, max_model_len),
-        cache=_cache(cache_config, model_config, dtype, device, ops),
-        ops=ops,
-        tokenizer=tokenizer,
-        eos_ids=frozenset(eos_ids + (tokenizer.eos_ids if tokenizer else ())),
-        max_model_len=max_model_len,
-        generation_config=generation,
-    )
+    model = Llama(model_config, weights, ops, max_model_len)
+    fingerprint = _fingerprint(cache_config, model_config, dtype, {})
+    cache = KVCache(cache_config, dtype, device, ops, fingerprint=fingerprint, flash=flash)
+    return Engine(model, cache, tokenizer, frozenset(eos_ids), max_model_len, generation)
 
 
 def second_cache(engine: Engine, config: EngineConfig) -> Engine:
     """The same model with an empty cache of its own, as `config` asks. Raises ConfigError, CapacityError."""
     model = engine.model
     max_model_len = _max_model_len(config, model.config)
-    if max_model_len > engine.max_model_len:
-        raise ConfigError(
-            f"max_model_len {max_model_len} is more than the {engine.max_model_len} the model was loaded for"
-        )
+    loaded = f"max_model_len {max_model_len} is more than the {engine.max_model_len} the model was loaded for"
+    require_config(max_model_len <= engine.max_model_len, loaded)
     cache_config = _cache_config(config, model.config, 0, model.device, model.dtype)
-    cache = _cache(cache_config, model.config, model.dtype, model.device, engine.ops)
+    fingerprint = _fingerprint(cache_config, model.config, model.dtype, {})
+    cache = KVCache(cache_config, model.dtype, model.device, model.ops, fingerprint=fingerprint)
     return replace(engine, cache=cache, max_model_len=max_model_len)
 
 
-def _cache(config: CacheConfig, model: LlamaConfig, dtype: torch.dtype, device: torch.device, ops: Ops) -> KVCache:
-    """An empty cache; whatever makes keys and values differ is part of what its prefixes are kept under."""
-    fingerprint = repr((model, dtype, config.page_size)).encode()
-    return KVCache(config, dtype, device, ops, fingerprint=fingerprint)
+def _fingerprint(config: CacheConfig, model: LlamaConfig, dtype: torch.dtype, tensors: dict[str, TensorInfo]) -> bytes:
+    """Of what keys and values depend on, under which prefixes are kept; in one process the weights are known to be the
+    same. Of these: where they lie in which file of which age, and what the bytes at each tensor's beginning are, for
+    reading all takes seconds."""
+    parts = [repr((model, dtype, config.page_size)).encode()]
+    for name, info in sorted(tensors.items()):
+        with info.file.open("rb") as file:
+            file.seek(info.offset)
+            parts.append(repr((name, info.stamp, info.offset)).encode() + file.read(min(info.nbytes, _SAMPLE)))
+    return hashlib.sha256(b"".join(parts)).digest()
 
 
-def _tokenizer(config: EngineConfig, path: Path, model: LlamaConfig) -> Tokenizer:
-    source = Path(config.tokenizer) if config.tokenizer else path
-    tokenizer = load_tokenizer(source)
-    check_vocabulary(tokenizer, model.vocab_size, source)
-    return tokenizer
+def _flash(config: EngineConfig, cache: CacheConfig, fingerprint: bytes) -> FlashStore | None:
+    if config.flash_cache_dir is None:
+        unsaid = not (config.flash_cache_size or config.flash_cache_persist)
+        require_config(unsaid, "flash_cache_size and flash_cache_persist need a flash_cache_dir")
+        return None
+    require_config(cache.prefix_caching, "flash_cache_dir keeps prefixes, and enable_prefix_caching is off")
+    try:
+        path, size = Path(config.flash_cache_dir).expanduser(), config.flash_cache_size or _FLASH_BYTES
+        return FlashStore(path, fingerprint, cache.page_bytes, cache.page_size * 4, size, config.flash_cache_persist)
+    except StoreRefused as error:
+        raise ConfigError(str(error)) from None
 
 
 def _tiers(config: EngineConfig, model: LlamaConfig, max_model_len: int) -> TierConfig | None:
@@ -118,75 +131,69 @@ def _tiers(config: EngineConfig, model: LlamaConfig, max_model_len: int) -> Tier
     if all(limit is None for limit in limits):
         return None
     if model.head_dim % 8:
-        if config.kv_budget is None and config.preset is None:
-            return None
-        raise ConfigError(
-            f"kv_budget and preset need a head_dim that is a multiple of 8, this model's is {model.head_dim}"
-        )
+        optional = config.kv_budget is None and config.preset is None
+        require_config(optional, "kv_budget and preset need a head_dim that is a multiple of 8, got", model.head_dim)
+        return None
     proposal = config.preset == "proposal"
     return TierConfig(
         budget=config.kv_budget,
         recent_tokens=4 if proposal else config.recent_tokens,
-        attention_window=config.attention_window,
-        evict_threshold=config.evict_threshold,
-        warm_threshold=config.warm_threshold,
-        hot_threshold=config.hot_threshold,
         hot_layer_size=4 * max_model_len if config.hot_layer_size is None else config.hot_layer_size,
-        warm_layer_ratio=config.warm_layer_ratio,
         hot_ratio=0.1 if proposal else config.hot_ratio or 0.0,
         cold_ratio=0.2 if proposal else 0.0,
-        importance=config.importance,
         shared=proposal or config.warm_placement == "shared",
+        **{name: getattr(config, name) for name in _OF_TIERS},
     )
 
 
-def _weight_bytes(tensors: dict[str, TensorInfo], model: LlamaConfig, device: torch.device, dtype: torch.dtype) -> int:
-    count = sum(int(np.prod(info.shape, dtype=np.int64)) for info in tensors.values())
-    if model.tie_word_embeddings and device.type == "cpu" and dtype == torch.bfloat16:
-        count += model.vocab_size * model.hidden_size  # the head, in a layout of its own
-    return count * dtype.itemsize
+def _cold(config: EngineConfig, weights: int, device: torch.device) -> ColdConfig | None:
+    """Copies of what is compressed, in the host's memory: beside a GPU, and wherever some are asked for."""
+    wanted = bool(config.recall) or config.host_cache_size is not None
+    kind = "exact" if wanted or device.type == "cuda" else "none"
+    kind = kind if config.cold_format == "auto" else config.cold_format
+    if kind == "none":
+        require_config(not config.recall, "cold_format is none: there are no copies for recall", config.recall)
+        return None
+    free = free_memory_bytes(torch.device("cpu"))
+    size = config.host_cache_size or (1 << 62 if free is None else max(free - weights, 0) // 2)
+    recall = _RECALL if config.recall is None else config.recall
+    return ColdConfig(kind, size, recall, config.recall_block, config.cold_policy == "exclusive")
 
 
 def _cache_config(
     config: EngineConfig, model: LlamaConfig, weights: int, device: torch.device, dtype: torch.dtype
 ) -> CacheConfig:
     """The cache that the settings ask for, beside `weights` bytes still to be loaded. Raises CapacityError."""
-    max_model_len = _max_model_len(config, model)
+    tiers = _tiers(config, model, _max_model_len(config, model))
+    cold = _cold(config, weights, device) if tiers else None
+    if tiers and cold and cold.recall:
+        tiers = replace(tiers, recalled=True)
     try:
         cache = CacheConfig(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
             itemsize=dtype.itemsize,
-            capacity_bytes=_cache_bytes(config, model, weights, max_model_len, device, dtype),
-            page_size=config.page_size,
-            tiers=_tiers(config, model, max_model_len),
+            capacity_bytes=_cache_bytes(config, model, weights, device, dtype),
+            tiers=tiers,
+            cold=cold,
             poison=bool(os.environ.get("ISOTHERM_DEBUG_POISON")),
             prefix_caching=config.enable_prefix_caching,
-            eviction_policy=config.eviction_policy,
-            max_prefix_children=config.max_prefix_children,
-            max_prefix_depth=config.max_prefix_depth,
+            **{name: getattr(model, name) for name in ("num_layers", "num_kv_heads", "head_dim")},
+            **{name: getattr(config, name) for name in _OF_CACHE},
         )
     except ValueError as error:
         raise CapacityError(f"the KV cache is too small: {error}; use a larger --kv-cache-memory") from None
+    if cold and cold.capacity_bytes < cache.copy_bytes:
+        raise ConfigError(f"host_cache_size {cold.capacity_bytes} is less than the {cache.copy_bytes} of a page's copy")
     least = cache.page_cost(WARM_BITS[-1]) / cache.page_cost(cache.exact_bits)
-    if config.kv_budget is not None and config.kv_budget < least:
-        raise ConfigError(
-            f"kv_budget {config.kv_budget} is less than {least:.3f}, which is what pages of {WARM_BITS[-1]} bits and "
-            "their scales take: no token is dropped, so nothing smaller holds them"
-        )
+    smallest = f"{least:.3f}, which is what pages of {WARM_BITS[-1]} bits and their scales take"
+    require_config((config.kv_budget or 1.0) >= least, f"kv_budget {config.kv_budget} is less than {smallest}")
     return cache
 
 
 def _cache_bytes(
-    config: EngineConfig,
-    model: LlamaConfig,
-    weights: int,
-    max_model_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
+    config: EngineConfig, model: LlamaConfig, weights: int, device: torch.device, dtype: torch.dtype
 ) -> int:
     """Bytes for the KV cache, once weights and cache are known to fit. Raises CapacityError with the numbers."""
+    max_model_len = _max_model_len(config, model)
     token_bytes = model.kv_bytes_per_token(dtype.itemsize)
     context = -(-max_model_len // config.page_size) * config.page_size * token_bytes
     free = free_memory_bytes(device)
@@ -197,10 +204,8 @@ def _cache_bytes(
             context = min(context, int(config.kv_budget * context) + chunk * token_bytes)
         capacity = context if free is None else min(context, max(free - weights, 0) // 2)
         if capacity < context:
-            log.warning(
-                "the KV cache gets %.2f GB, half of the memory that the weights leave: %d tokens of %d fit at once",
-                capacity / 1e9, capacity // token_bytes, max_model_len,
-            )  # fmt: skip
+            words = "the KV cache gets %.2f GB, half of the memory that the weights leave: %d tokens of %d fit at once"
+            log.warning(words, capacity / 1e9, capacity // token_bytes, max_model_len)
     if free is not None and weights + capacity > free:
         raise CapacityError(
             f"{config.model} needs {weights / 1e9:.2f} GB for weights in {str(dtype).removeprefix('torch.')} and "
@@ -210,41 +215,29 @@ def _cache_bytes(
     return capacity
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {name} was asked for, and torch finds no GPU here: use --device cpu")
-    return torch.device(name)
-
-
-def _dtype(name: str, model: LlamaConfig, device: torch.device) -> torch.dtype:
-    """auto: the checkpoint's own on a GPU; on a CPU bfloat16 where it computes in it, else float32."""
-    if name == "auto" and device.type == "cpu":
-        name = "bfloat16" if cpu_computes_bfloat16() else "float32"
-    dtype: torch.dtype = getattr(torch, model.dtype if name == "auto" else name)
-    return dtype
-
-
-def _backend(name: str, device: torch.device) -> str:
-    if name == "triton" and device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
-        raise ConfigError(
-            "backend triton needs a GPU: use --backend torch, or set TRITON_INTERPRET=1 to run its kernels, very "
-            "slowly, in Triton's interpreter"
-        )
-    return name if name != "auto" else "triton" if device.type == "cuda" else "torch"
+def _placement(config: EngineConfig, model: LlamaConfig) -> tuple[torch.device, torch.dtype, str]:
+    """Device, dtype and backend. dtype auto: the checkpoint's own on a GPU; on a CPU bfloat16 where it computes in it,
+    else float32."""
+    gpu = torch.cuda.is_available()
+    if config.device.startswith("cuda") and not gpu:
+        raise ConfigError(f"device {config.device} was asked for, and torch finds no GPU here: use --device cpu")
+    device = torch.device(config.device if config.device != "auto" else "cuda" if gpu else "cpu")
+    on_cpu, dtype, backend = device.type == "cpu", config.dtype, config.backend
+    if backend == "triton" and on_cpu and not os.environ.get("TRITON_INTERPRET"):
+        raise ConfigError("backend triton needs a GPU, or TRITON_INTERPRET=1, which is very slow: use --backend torch")
+    if backend == "auto":
+        backend = "torch" if on_cpu else "triton"
+    if dtype == "auto" and on_cpu:
+        dtype = "bfloat16" if cpu_computes_bfloat16() else "float32"
+    return device, getattr(torch, model.dtype if dtype == "auto" else dtype), backend
 
 
 def _max_model_len(config: EngineConfig, model: LlamaConfig) -> int:
     wanted = config.max_model_len or model.context_length
-    if model.sliding_window and wanted > model.sliding_window:
-        raise ConfigError(
-            f"max_model_len {wanted} is more than the model's sliding_window of {model.sliding_window} tokens; its "
-            "attention over longer texts is not computed in this version"
-        )
-    if wanted > model.context_length:
-        raise ConfigError(
-            f"max_model_len {wanted} is more than the model's context of {model.context_length} tokens; a longer one "
-            'needs --rope-scaling, as {"rope_type": "dynamic", "factor": 2}'
-        )
+    window, context = model.sliding_window or wanted, model.context_length
+    more = f"max_model_len {wanted} is more than the model's"
+    why = "its attention over longer texts is not computed in this version"
+    require_config(wanted <= window, f"{more} sliding_window of {window} tokens; {why}")
+    way = 'a longer one needs --rope-scaling, as {"rope_type": "dynamic", "factor": 2}'
+    require_config(wanted <= context, f"{more} context of {context} tokens; {way}")
     return wanted

@@ -1,7 +1,5 @@
 """What the process and the machine have: memory used and memory left."""
 
-from __future__ import annotations
-
 import re
 import resource
 import sys

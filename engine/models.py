@@ -1,11 +1,8 @@
 """`isotherm models`: the models that are found on this machine, and whether they can be loaded (no torch)."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +43,9 @@ def describe(name: str, path: Path) -> dict[str, Any]:
         tensors = open_checkpoint(path).values()
     except (ConfigError, ModelFormatError) as error:
         return row | {"error": str(error)}
-    sizes: Counter[str] = Counter()
-    for info in tensors:
-        sizes[info.dtype] += info.nbytes
-    dtype = max(sizes, key=sizes.__getitem__, default=None)
+    _, dtype = max(((info.nbytes, info.dtype) for info in tensors), default=(0, None))  # of the largest tensor
     parameters = sum(math.prod(info.shape) for info in tensors)
-    return row | {"size_bytes": sizes.total(), "dtype": dtype, "parameters": parameters}
+    return row | {"size_bytes": sum(info.nbytes for info in tensors), "dtype": dtype, "parameters": parameters}
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -1,7 +1,5 @@
 """Progress bars, on a terminal only, and on none that says it is dumb. They have no colours, so NO_COLOR is kept."""
 
-from __future__ import annotations
-
 import os
 
 from tqdm import tqdm

@@ -1,14 +1,12 @@
 """Turns a schedule into tensors, runs the model over the cache, and returns what is wanted of the logits."""
 
-from __future__ import annotations
-
+import time
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from engine.scheduler import Request, Schedule
-from kernels.ops import Ops
 from memory.cache import KVCache
 from memory.observation import Observation
 from models.llama.model import Llama
@@ -21,10 +19,10 @@ _OBSERVE_EVERY = 16  # tokens that are generated: once, decode attention is comp
 class Runner:
     """Model and cache together; everything on the device happens here."""
 
-    def __init__(self, model: Llama, cache: KVCache, ops: Ops) -> None:
+    def __init__(self, model: Llama, cache: KVCache) -> None:
         self.model = model
         self.cache = cache
-        self.ops = ops
+        self.ops = model.ops
         self.scale = model.config.head_dim**-0.5
 
     @torch.inference_mode()
@@ -36,14 +34,16 @@ class Runner:
         the schedule's order; and for each request that is scored what is wanted (`_score`).
         """
         requests, counts = schedule.requests, schedule.counts
+        begun = time.perf_counter()
         hidden = self._hidden(schedule)
         spans = zip(requests, counts, hidden.split(counts), strict=True)
-        scores = [
-            None if request.scores is None else self._score(request, count, rows) for request, count, rows in spans
-        ]
+        scores = [None if who.scores is None else self._score(who, count, rows) for who, count, rows in spans]
         ends = zip(accumulate(counts), counts, requests, strict=True)
         ready = [end - 1 for end, count, request in ends if count == request.num_pending]
-        return self.model.logits(hidden[ready]).cpu(), scores
+        logits = self.model.logits(hidden[ready]).cpu()
+        if len(requests) > schedule.num_decodes:
+            self.cache.seconds_per_token = (time.perf_counter() - begun) / len(hidden)
+        return logits, scores
 
     def _hidden(self, schedule: Schedule) -> Tensor:
         """Hidden states of the scheduled tokens, [sum of counts, hidden_size]."""
@@ -61,12 +61,15 @@ class Runner:
             self.ops.rope_store(q, k, v, cos_sin, plan.slots, cache.k, cache.v)
             if observation is not None:
                 observation.observe(q, cache, self.ops, self.scale)
+            lse = None if plan.recall is None else torch.empty(q.shape[:2], device=q.device)
+            of = [None, None] if lse is None else [lse[:decodes], lse[decodes:]]
             parts = []
             if decodes:
-                parts.append(self.ops.decode_attention(q[:decodes], cache, plan, self.scale))
+                parts.append(self.ops.decode_attention(q[:decodes], cache, plan, self.scale, lse=of[0]))
             if decodes < len(requests):
-                parts.append(self.ops.prefill_attention(q[decodes:], cache, plan, self.scale))
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+                parts.append(self.ops.prefill_attention(q[decodes:], cache, plan, self.scale, lse=of[1]))
+            out = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return out if lse is None else self.ops.recall(q, out, lse, cache, plan, self.scale)
 
         device = self.model.device
         hidden = self.model.forward(torch.tensor(ids).to(device), torch.cat(positions).to(device), attention)
@@ -90,9 +93,8 @@ class Runner:
             return self.model.exact_logits(hidden)
         following = torch.tensor(request.tokens[start + 1 : start + len(hidden) + 1], device=hidden.device)
         parts = [torch.empty(0)]
-        for rows, targets in zip(
-            hidden[: len(following)].split(_SCORE_ROWS), following.split(_SCORE_ROWS), strict=True
-        ):
+        pieces = hidden[: len(following)].split(_SCORE_ROWS), following.split(_SCORE_ROWS)
+        for rows, targets in zip(*pieces, strict=True):
             logits = self.model.exact_logits(rows)
             chosen = logits.gather(1, targets[:, None])[:, 0]
             parts.append((chosen - logits.logsumexp(-1)).cpu())

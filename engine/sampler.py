@@ -1,11 +1,9 @@
 """The next token of each request from its logits."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from engine.request import SamplingParams
+from engine.config import SamplingParams
 
 
 def sample(logits: Tensor, params: SamplingParams, history: list[int], generator: torch.Generator | None) -> int:
@@ -13,8 +11,11 @@ def sample(logits: Tensor, params: SamplingParams, history: list[int], generator
 
     Penalty, temperature, top_k, top_p, min_p, in this order. The same generator state gives the same token.
     """
-    if params.repetition_penalty != 1.0:
-        logits = _penalise(logits, history, params.repetition_penalty)
+    penalty = params.repetition_penalty
+    if penalty != 1.0:  # logits of seen tokens are divided by it, or multiplied where negative (CTRL, arXiv 1909.05858)
+        seen = torch.tensor(history, dtype=torch.int64).unique()
+        old = logits[seen]
+        logits = logits.index_copy(0, seen, torch.where(old > 0, old / penalty, old * penalty))
     if params.temperature == 0.0:
         return int(logits.argmax())
     # The greatest logit becomes 0, so that no accepted temperature makes an infinity or 0 / 0 of it.
@@ -23,25 +24,14 @@ def sample(logits: Tensor, params: SamplingParams, history: list[int], generator
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
     probabilities = logits.softmax(-1)
     if params.top_p < 1.0:
-        probabilities = _nucleus(probabilities, params.top_p)
+        # The smallest set of most likely tokens that holds top_p (arXiv 1904.09751) stays; it is never empty.
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        drop = ordered.cumsum(-1) - ordered >= params.top_p
+        drop[0] = False  # a top_p that is 0 in float32
+        probabilities = probabilities.index_fill(0, order[drop], 0.0)
     if params.min_p > 0.0:
         probabilities = probabilities.masked_fill(probabilities < params.min_p * probabilities.max(), 0.0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
-
-
-def _penalise(logits: Tensor, history: list[int], penalty: float) -> Tensor:
-    """Logits of seen tokens divided by the penalty, or multiplied where negative (CTRL, arXiv 1909.05858)."""
-    seen = torch.tensor(history, dtype=torch.int64).unique()
-    old = logits[seen]
-    return logits.index_copy(0, seen, torch.where(old > 0, old / penalty, old * penalty))
-
-
-def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """Zero but for the smallest set of most likely tokens that holds top_p (arXiv 1904.09751); never empty."""
-    ordered, order = probabilities.sort(descending=True, stable=True)
-    drop = ordered.cumsum(-1) - ordered >= top_p
-    drop[0] = False  # a top_p that is 0 in float32
-    return probabilities.index_fill(0, order[drop], 0.0)
 
 
 def top_logprobs(logits: Tensor, token: int, count: int) -> dict[int, float]:

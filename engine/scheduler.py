@@ -13,15 +13,14 @@ first in line, for what all its tokens will take. So the oldest request always a
 that is alone is compressed to fit, and with `kv_budget` all are, before any is preempted.
 """
 
-from __future__ import annotations
-
+import operator
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from engine.request import RequestOutput, SamplingParams
+from engine.config import RequestOutput, SamplingParams
 from engine.tokenizer import Detokenizer
 from memory.cache import KVCache
 from memory.frames import OutOfPages
@@ -86,18 +85,6 @@ class Request:
         self.shown = len(self.text) - held
         return False
 
-    def output(self) -> RequestOutput:
-        return RequestOutput(
-            prompt_token_ids=self.tokens[: self.num_prompt_tokens],
-            token_ids=self.tokens[self.num_prompt_tokens :],
-            text=self.text if self.finish_reason else self.text[: self.shown],
-            finish_reason=self.finish_reason,
-            logprobs=None if self.params.logprobs is None else list(self.logprobs),
-            num_cached_tokens=self.num_cached_tokens or 0,
-            cache_report=self.cache_report,
-            request_id=self.id,
-        )
-
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of the text that is a beginning of the stop string."""
@@ -134,21 +121,24 @@ class Scheduler:
         self._admit()
         while True:
             requests, counts, num_decodes = self._choose()
-            lengths = [request.sequence.length + count for request, count in zip(requests, counts, strict=True)]
-            pairs = [(request.sequence, length) for request, length in zip(requests, lengths, strict=True)]
-            missing = sum(self.cache.missing_pages(*pair) for pair in pairs)
-            growing = [sequence for sequence, length in pairs if self.cache.outgrows(sequence, length)]
-            budgeted = self.cache.config.tiers is not None and self.cache.config.tiers.budget is not None
-            squeezed = self.running if budgeted or len(self.running) == 1 else []
+            ends = [(request, request.sequence.length + n) for request, n in zip(requests, counts, strict=True)]
+            missing = sum(self.cache.missing_pages(request.sequence, end) for request, end in ends)
+            growing = [request.sequence for request, end in ends if self.cache.outgrows(request.sequence, end)]
             try:
-                self.cache.make_room(missing, [request.sequence for request in squeezed], growing)
+                self.cache.make_room(missing, self._squeezed, growing)
                 break
             except OutOfPages:
                 if not self.preempt():
                     raise
-        for request, length in zip(requests, lengths, strict=True):
-            self.cache.reserve(request.sequence, length, room=request.most_tokens - length)
+        for request, end in ends:
+            self.cache.reserve(request.sequence, end, room=request.most_tokens - end)
         return Schedule(requests, counts, num_decodes)
+
+    @property
+    def _squeezed(self) -> list[CachedSequence]:
+        """Whose pages go down when the pool is short."""
+        budgeted = self.cache.config.tiers is not None and self.cache.config.tiers.budget is not None
+        return [request.sequence for request in self.running] if budgeted or len(self.running) == 1 else []
 
     def _choose(self) -> tuple[list[Request], list[int], int]:
         """Requests, their counts of tokens, and how many of them decode, which come first."""
@@ -156,10 +146,12 @@ class Scheduler:
         for request in self.running:
             if request.num_pending > 1 and not self._follows(request, prefills):
                 prefills.append(request)
-        for request in prefills:
-            if not request.sequence.length and request.shares:
-                params = request.params  # the last token is computed in any case, for its logits
-                self.cache.adopt(request.sequence, request.tokens[:-1], params.cache_salt, params.exact_prefix)
+        for request in filter(operator.attrgetter("shares"), prefills):
+            params = request.params
+            wanted = (request.tokens[:-1], params.cache_salt, params.exact_prefix)  # the last one is for its logits
+            if not request.sequence.length:
+                self.cache.adopt(request.sequence, *wanted)
+            self.cache.fetch(request.sequence, *wanted, self._squeezed)
         prefills = [request for request in prefills if request.num_pending > 1]
         decodes = [request for request in self.running if request.num_pending == 1]
         budget = max(self.max_num_batched_tokens - len(decodes), 1)  # so that the oldest prompt always advances
@@ -203,8 +195,10 @@ class Scheduler:
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_cached_tokens += request.num_cached_tokens
         self.cache.commit(request.sequence, count)
-        if request.shares and count > 1:
-            self.cache.keep(request.sequence, request.tokens, request.params.cache_salt)
+        if request.shares:
+            if count > 1:
+                self.cache.keep(request.sequence, request.tokens, request.params.cache_salt)
+            self.cache.store(request.sequence, request.tokens, request.params.cache_salt)
 
     def _admit(self) -> None:
         """Move waiting requests to the running ones while there is room."""
@@ -244,16 +238,17 @@ class Scheduler:
         """The answer so far, and what the cache holds of it."""
         if request.finish_reason is None:
             request.cache_report = self.cache.report(request.sequence)
-        return request.output()
+        prompt, answer = request.tokens[: request.num_prompt_tokens], request.tokens[request.num_prompt_tokens :]
+        text = request.text if request.finish_reason else request.text[: request.shown]
+        logprobs = None if request.params.logprobs is None else list(request.logprobs)
+        cached, report = request.num_cached_tokens or 0, request.cache_report
+        return RequestOutput(prompt, answer, text, request.finish_reason, logprobs, cached, report, request.id)
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request, running or waiting, and free its pages, which serve others until their place is needed."""
         request.cache_report = self.cache.report(request.sequence)
         request.finish_reason = reason
-        if request in self.running:
-            self.running.remove(request)
-        else:
-            self.waiting.remove(request)
+        (self.running if request in self.running else self.waiting).remove(request)
         if reason == "error":
             # What it computed may be no numbers: nobody is to build on it, nor on what others have built on it already.
             for other in self.running:

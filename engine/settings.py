@@ -1,21 +1,24 @@
 """Settings in frozen dataclasses: what their fields accept, and the flags that some of them have (no torch).
 
-What a flag is called beside --the-field-name, its help and its metavar stand in flags.json, by class and field.
+Both stand in flags.json, by class and field. A field must be `one_of` some values, an `integer` or a `number` from the
+least to the greatest, a text that `matches` a pattern, or a mapping where its metavar is JSON; `words` say it where
+these do not. One with a `help` is a flag, with more `names` than --the-field-name where there are some.
 """
 
-from __future__ import annotations
-
+import argparse
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from engine.errors import shown
-from models.errors import ConfigError
+from models.errors import ConfigError, shown
 
-Accepts = tuple[str, Callable[[Any], bool]]  # in words, and the test
+
+class UnreadableError(ConfigError, argparse.ArgumentTypeError):
+    """What a text cannot be read as, in words that argparse shows for a flag."""
+
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -24,71 +27,57 @@ def parse_size(text: str | int) -> int:
     """Bytes of "64MiB", "8GB", "1.5g" or a plain number. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?|)b?\s*", str(text).lower())
     if match is None:
-        raise ConfigError(f"a size is a number with a unit, as 64MiB or 8GB; got {shown(text)}")
+        raise UnreadableError(f"a size is a number with a unit, as 64MiB or 8GB; got {shown(text)}")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
     """A JSON object given on the command line. Raises ConfigError."""
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f'a JSON object is wanted, as {{"rope_type": "linear", "factor": 2}}; got {shown(text)}')
-    return value
+        if isinstance(value, dict):
+            return value
+    raise UnreadableError(f'a JSON object is wanted, as {{"rope_type": "linear", "factor": 2}}; got {shown(text)}')
 
 
-class Flag(NamedTuple):
-    """A field that is also a flag. One whose `parse` is bool takes no value."""
-
-    name: str  # of the field
-    default: Any
-    parse: Callable[[str], Any]
-    help: str
-    names: list[str]
-    metavar: str
-
-
+_TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("flags.json").read_text("utf-8"))
 # By the first word of a field's annotation, or by its metavar.
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "int": int, "float": float, "bool": bool, "str": str, "SIZE": parse_size, "JSON": parse_json_object,
 }  # fmt: skip
 
 
-def flags(settings: type[Any]) -> list[Flag]:
-    """The flags of a dataclass, in the order of its fields."""
-    table = json.loads(Path(__file__).with_name("flags.json").read_text("utf-8"))[settings.__name__]
-    found = []
-    for field in fields(settings):
-        if (row := table.get(field.name)) is not None:
-            metavar = row.get("metavar", field.name.rsplit("_", 1)[-1].upper())
-            parse = _PARSERS.get(metavar) or _PARSERS[field.type.partition(" ")[0]]
-            found.append(Flag(field.name, field.default, parse, row["help"], row.get("names", []), metavar))
+def flags(settings: type[Any]) -> dict[str, dict[str, Any]]:
+    """The rows of the fields that are flags, with what is missing and a `parse`; one that is bool takes no value."""
+    found = {}
+    for name, row in _TABLE[settings.__name__].items():
+        if "help" in row:
+            metavar = row.get("metavar", name.rsplit("_", 1)[-1].upper())
+            parse = _PARSERS.get(metavar) or _PARSERS[settings.__dataclass_fields__[name].type.partition(" ")[0]]
+            found[name] = {"names": [], **row, "metavar": metavar, "parse": parse}
     return found
 
 
-def check(settings: Any, accepted: Mapping[str, Accepts], error: type[ValueError]) -> None:
-    """Raise the error, with wanted and got, for a field that is not as accepted; None is where it is the default."""
-    for name, (wanted, accepts) in accepted.items():
+def check(settings: Any, error: type[ValueError]) -> None:
+    """Raise the error, with wanted and got, for a field that the table does not accept; None is, if its type has it."""
+    for name, row in _TABLE[type(settings).__name__].items():
         value = getattr(settings, name)
-        default = settings.__dataclass_fields__[name].default
-        if not accepts(value) and not (value is None and default is None):
-            raise error(f"{name} must be {wanted}, got {shown(value)}")
+        fits, words = _fits(row, value)
+        if not fits and not (value is None and "None" in settings.__dataclass_fields__[name].type):
+            raise error(f"{name} must be {row.get('words', words)}, got {shown(value)}")
 
 
-def one_of(*choices: Any) -> Accepts:
-    text = " or ".join(filter(None, (", ".join(map(str, choices[:-1])), str(choices[-1]))))
-    return text, lambda value: any(value == choice and type(value) is type(choice) for choice in choices)
-
-
-def integer(least: int, greatest: int) -> Accepts:
-    return f"an integer from {least} to {greatest}", lambda value: type(value) is int and least <= value <= greatest
-
-
-def number(least: float, greatest: float, words: str | None = None) -> Accepts:
+def _fits(row: dict[str, Any], value: Any) -> tuple[bool, str]:
+    """Whether the value is what the row accepts, and what that is."""
+    if "one_of" in row:
+        *others, last = row["one_of"]
+        same = any(value == choice and type(value) is type(choice) for choice in row["one_of"])
+        return same, f"{', '.join(map(str, others))} or {last}"
+    if "matches" in row:
+        return isinstance(value, str) and re.fullmatch(row["matches"], value, re.DOTALL) is not None, ""
+    if row.get("metavar") == "JSON":
+        return isinstance(value, Mapping), ""
+    kind, types = ("an integer", [int]) if "integer" in row else ("a number", [int, float])
+    least, greatest = row.get("integer") or row["number"]
     # Written as "accept only if", so that NaN is refused.
-    return (
-        f"a number {words or f'from {least} to {greatest}'}",
-        lambda value: type(value) in (int, float) and least <= value <= greatest,
-    )
+    return type(value) in types and least <= value <= greatest, f"{kind} from {least} to {greatest}"

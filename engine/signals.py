@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM, from the first moment of a command on. Imported before everything else, so it is small."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

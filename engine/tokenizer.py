@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.errors import RequestError, TokenizerError, shown
-from models.errors import ModelFormatError
-from models.files import read_bytes, read_object
+from engine.errors import RequestError, TokenizerError
+from models.errors import ModelFormatError, require, shown
+from models.files import optional_object, read_bytes
 
 log = logging.getLogger("isotherm")
 
@@ -45,8 +45,9 @@ class AddedToken(NamedTuple):
     special: bool
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a model directory, or of a file. Raises TokenizerError naming what was looked for."""
+def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of a model directory, or of a file; vocab_size: of the model, which has a row for every token and
+    may have more. Raises TokenizerError naming what was looked for, or both numbers."""
     kinds: dict[str, Callable[..., Tokenizer]] = {".model": SentencePieceTokenizer, ".json": JsonTokenizer}
     directory = path if path.is_dir() else path.parent
     files = [path / f"tokenizer{suffix}" for suffix in kinds] if path.is_dir() else [path]
@@ -55,23 +56,14 @@ def load_tokenizer(path: Path) -> Tokenizer:
         added = _added_tokens(directory, settings)
         for file in files:
             if file.is_file() and file.suffix in kinds:
-                return kinds[file.suffix](file, settings, added)
+                tokenizer = kinds[file.suffix](file, settings, added)
+                numbers = f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is {vocab_size}"
+                fits = vocab_size is None or tokenizer.vocab_size <= vocab_size
+                require(fits, f"{path}: {numbers}", error=TokenizerError)
+                return tokenizer
     except ModelFormatError as error:
         raise TokenizerError(str(error)) from None
     raise TokenizerError(f"{path}: no tokenizer.model (sentencepiece) and no tokenizer.json found")
-
-
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, source: Path) -> None:
-    """That the model has a row for every token; it may have more. Raises TokenizerError with both numbers."""
-    if tokenizer.vocab_size > vocab_size:
-        raise TokenizerError(
-            f"{source}: the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is {vocab_size}"
-        )
-
-
-def optional_object(file: Path) -> dict[str, Any]:
-    """Of a JSON file that need not be there."""
-    return read_object(file) if file.is_file() else {}
 
 
 def _added_tokens(directory: Path, settings: dict[str, Any]) -> list[AddedToken]:
@@ -85,12 +77,12 @@ def _added_tokens(directory: Path, settings: dict[str, Any]) -> list[AddedToken]
         entries = [(repr(i), {"content": text, "special": text in named}) for text, i in added]
     tokens = []
     for i, entry in entries:
-        match {"special": False} | entry if isinstance(entry, dict) else None:
-            case {"content": str(content), "special": bool(special)} if content and re.fullmatch("[0-9]{1,7}", i):
-                tokens.append(AddedToken(int(i), content, special))
-            case _:
-                problem = "an added token needs an id and a content, and may be special, true or false"
-                raise TokenizerError(f"{file}: {problem}; got {shown({i: entry})}")
+        token: dict[str, Any] = {"content": None, "special": False} | (entry if isinstance(entry, dict) else {})
+        content, special = token["content"], token["special"]
+        right = isinstance(content, str) and content and type(special) is bool and re.fullmatch("[0-9]{1,7}", i)
+        wanted = "an added token needs an id and a content, and may be special, true or false; got"
+        require(bool(right), f"{file}: {wanted}", {i: entry}, error=TokenizerError)
+        tokens.append(AddedToken(int(i), content, special))
     return sorted(tokens, key=lambda token: token.id)
 
 
@@ -119,8 +111,7 @@ class SentencePieceTokenizer:
         try:
             self._model = SentencePieceProcessor(model_proto=data)
             pieces: list[str] = self._model.id_to_piece(list(range(self._model.get_piece_size())))
-            if not pieces:
-                raise ValueError("it has no pieces")
+            require(pieces != [], "it has no pieces", error=ValueError)
         except (RuntimeError, TypeError, ValueError) as error:
             reason = "it is a tiktoken file, use tokenizer.json" if _TIKTOKEN.match(data) else error
             raise TokenizerError(f"{file}: not a sentencepiece model: {reason}") from None
@@ -191,8 +182,7 @@ class JsonTokenizer:
                 self._model.model.dropout = None  # of training: it makes other ids each time
             self._add(added)
             vocabulary: dict[Any, int] = self._model.get_vocab(with_added_tokens=True)
-            if not vocabulary:
-                raise TokenizerError(f"{file}: not a tokenizer.json: it has no tokens")
+            require(vocabulary != {}, f"{file}: not a tokenizer.json: it has no tokens", error=TokenizerError)
             self.vocab_size: int = max(vocabulary.values()) + 1
             named = named_tokens(settings)
             self.bos_id = self._bos_id(settings, vocabulary.get(named.get("bos_token")))
@@ -243,10 +233,8 @@ class JsonTokenizer:
             encoding = self._model.encode(text, add_special_tokens=False)
             if lost := self._lost_letters(text, encoding):
                 at = min(map(text.index, lost))
-                raise RequestError(
-                    f"{self._file} cannot spell {text[at]!r} (U+{ord(text[at]):04X}, character {at} of the text) and "
-                    "would leave it out: remove or replace it"
-                )
+                letter = f"{text[at]!r} (U+{ord(text[at]):04X}, character {at} of the text)"
+                raise RequestError(f"{self._file} cannot spell {letter} and would leave it out: remove or replace it")
         if self._unknown in encoding.ids:
             _warn_unknown(self._file)
         return encoding.ids if self.bos_id is None else [self.bos_id, *encoding.ids]

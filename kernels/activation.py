@@ -11,12 +11,8 @@ BLOCK = 1024  # columns a program: 8 values a thread with 4 warps, one 128-bit a
 
 
 @triton.jit
-def _silu_mul_kernel(
-    gate, up,  # [T, F], any row stride
-    out,  # [T, F], contiguous
-    stride_gate, stride_up,
-    F: tl.constexpr, BLOCK_F: tl.constexpr,
-):
+def _silu_mul_kernel(gate, up, out, stride_gate, stride_up, F: tl.constexpr, BLOCK_F: tl.constexpr):
+    """gate, up [T, F], any row stride; out [T, F], contiguous"""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     mask = column < F
@@ -32,8 +28,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     check("gate", gate, (tokens, width), FLOATS)
     check("up", up, (tokens, width), (gate.dtype,))
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    if tokens:
-        _silu_mul_kernel[(tokens, triton.cdiv(width, BLOCK))](
-            gate, up, out, gate.stride(0), up.stride(0), F=width, BLOCK_F=BLOCK, num_warps=4, enable_fp_fusion=True
-        )
+    _silu_mul_kernel[(tokens, triton.cdiv(width, BLOCK))](
+        gate, up, out, gate.stride(0), up.stride(0), F=width, BLOCK_F=BLOCK, num_warps=4, enable_fp_fusion=True
+    )
     return out

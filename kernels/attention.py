@@ -30,48 +30,41 @@ MAX_SLICES = 128  # the merge holds one log-sum-exp per slice in registers
 MERGE_CHUNK = 16  # slices the merge reads at a time
 
 
-@triton.jit(
-    do_not_specialize=[  # they change from step to step
-        "exact_slices", "first_slice", "num_slices", "stride_table", "stride_logits_seq", "stride_logits_head",
-        "stride_codes", "first_column",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[  # they change from step to step
+    "exact_slices", "first_slice", "num_slices", "stride_table", "stride_logits_seq", "stride_logits_head",
+    "stride_codes", "first_column",
+])
 def _decode_kernel(
-    q,  # [num_decodes, Hq, D]
-    k_cache, v_cache,  # [Hkv, frames, PAGE_SIZE, D], pages without gaps
-    out,  # [num_decodes, Hq, slices, D]: float32 partial results; the result itself if there is one slice
-    lse,  # [num_decodes, Hq, slices] float32
-    logits,  # [num_decodes, Hq, columns] float32, or None
-    page_table,  # [B, max_pages] int32
-    exact_lens,  # [B] int32
-    scale,
-    exact_slices,  # of this launch; the others are of compressed pages
-    first_slice, num_slices,
+    q, k_cache, v_cache, out, lse, logits, page_table, exact_lens, scale, exact_slices, first_slice, num_slices,
     stride_q_token, stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table,
-    stride_logits_seq, stride_logits_head,
-    warm,  # units_k, units_v, signs, and codes, high, records, counts of WarmPages. Read if BITS, like the rest
-    stride_units_k, stride_units_v, stride_codes,
-    record_bytes,
-    first_column,  # of the logits
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BITS: tl.constexpr,  # 0: no compressed pages
+    stride_logits_seq, stride_logits_head, first_column, warm, stride_codes,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr,
 ):
+    """A slice of a sequence and KV head.
+
+    q [num_decodes, Hq, D]; k_cache, v_cache [Hkv, frames, PAGE_SIZE, D], pages without gaps
+    out [num_decodes, Hq, slices, D]: float32 partial results; the result itself if there is one slice
+    lse [num_decodes, Hq, slices] float32; logits [num_decodes, Hq, columns] float32, or None
+    page_table [B, max_pages], exact_lens [B] int32
+    exact_slices: of this launch; the others are of compressed pages
+    first_column: of the logits of compressed pages
+    warm: counts, codes, high, records of WarmPages, signs, units_k, units_v, their strides, record_bytes. Read if BITS
+    BITS: 0 without compressed pages
+    """
     part = tl.program_id(0)
-    parts = exact_slices
     kv_head = tl.program_id(1).to(tl.int64)
     seq = tl.program_id(2).to(tl.int64)
     # From here to the end `row` is a head of the group; int32 is enough inside the group.
     first_head = kv_head * GROUP
     out_group = (seq * tl.num_programs(1) * GROUP + first_head) * num_slices + first_slice + part
-    exact_len = tl.load(exact_lens + seq)
-    num_pages = tl.cdiv(exact_len, PAGE_SIZE)
-    is_exact = True
-    if BITS:
-        is_exact = part < exact_slices
-        if not is_exact:
-            num_pages = tl.load(warm[6] + seq)
-            part -= exact_slices
-            parts = tl.num_programs(0) - exact_slices
+    length = tl.load(exact_lens + seq)
+    num_pages = tl.cdiv(length, PAGE_SIZE)
+    parts = exact_slices
+    is_exact = part < exact_slices
+    if BITS and not is_exact:
+        num_pages = tl.load(warm[0] + seq)
+        part -= exact_slices
+        parts = tl.num_programs(0) - exact_slices
     # Each sequence is cut by its own length, so that in a ragged batch every slice of it has the same work.
     pages_per_slice = tl.cdiv(num_pages, parts)
     first_page = part * pages_per_slice
@@ -79,7 +72,7 @@ def _decode_kernel(
 
     BLOCK_G: tl.constexpr = block_of(GROUP)
     BLOCK_D: tl.constexpr = block_of(HEAD_DIM)
-    row = tl.arange(0, BLOCK_G)
+    row = tl.arange(0, BLOCK_G)[:, None]
     row_mask = row < GROUP
     if first_page >= last_page:
         # Nothing else of an empty slice is read by the merge.
@@ -91,42 +84,37 @@ def _decode_kernel(
     if logits is not None:
         logits += seq * stride_logits_seq + first_head * stride_logits_head
     if BITS and not is_exact:
-        units_k, units_v, signs, codes, high, records, _ = warm
+        _, codes, high, records, signs, units_k, units_v, stride_units_k, stride_units_v, record_bytes = warm
         at = seq * stride_codes
         tables = (codes + at, None if high is None else high + at, records + at)
         decode_codes(
             q, out, lse, None if logits is None else logits + first_column,
             units_k + kv_head * stride_units_k, units_v + kv_head * stride_units_v, tables, signs,
-            first_page, last_page, scale, stride_q_head, num_slices * HEAD_DIM, num_slices, stride_logits_head,
-            record_bytes, GROUP, HEAD_DIM, PAGE_SIZE, BITS,
+            first_page, last_page, scale, num_slices, stride_q_head, stride_logits_head, record_bytes,
+            GROUP, HEAD_DIM, PAGE_SIZE, BITS,
         )
         return
     dim = tl.arange(0, BLOCK_D)[None, :]
-    mask = row_mask[:, None] & (dim < HEAD_DIM)
-    q_tile = tl.load(q + row[:, None] * stride_q_head + dim, mask=mask, other=0.0)
+    mask = row_mask & (dim < HEAD_DIM)
+    q_tile = tl.load(q + row * stride_q_head + dim, mask=mask, other=0.0)
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G, PAGE_SIZE], tl.float32)
     state = (acc, row_max, row_sum)
-    cache = (k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head, stride_k_frame, stride_v_frame)
-    frames = page_table + seq * stride_table
-    logit_rows = None if logits is None else logits + row[:, None].to(tl.int64) * stride_logits_head
-    full_end = tl.minimum(last_page, exact_len // PAGE_SIZE)
-    for page in range(first_page, full_end):
-        state = attend_page(
-            q_tile, scale, state, cache, frames, page, None, exact_len, logit_rows, row_mask[:, None],
-            HEAD_DIM, PAGE_SIZE,
-        )
-    if full_end < last_page:
-        state = attend_page(
-            q_tile, scale, state, cache, frames, full_end, exact_len, exact_len, logit_rows, row_mask[:, None],
-            HEAD_DIM, PAGE_SIZE,
-        )
+    k_head, v_head = k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head
+    pages = (k_head, v_head, stride_k_frame, stride_v_frame, page_table + seq * stride_table)
+    if logits is not None:
+        logits += row.to(tl.int64) * stride_logits_head
+    full = tl.minimum(last_page, length // PAGE_SIZE)
+    for page in range(first_page, full):
+        state = attend_page(q_tile, scale, state, pages, page, None, length, logits, row_mask, HEAD_DIM, PAGE_SIZE)
+    if full < last_page:
+        state = attend_page(q_tile, scale, state, pages, full, length, length, logits, row_mask, HEAD_DIM, PAGE_SIZE)
     acc, row_max, row_sum = state
     total = tl.sum(row_sum, 1)
     result = (acc * (1.0 / total)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + row[:, None] * (num_slices * HEAD_DIM) + dim, result, mask=mask)
-    tl.store(lse + row * num_slices, row_max + tl.log2(total), mask=row_mask)
+    tl.store(out + row * (num_slices * HEAD_DIM) + dim, result, mask=mask)
+    tl.store(lse + row * num_slices, (row_max + tl.log2(total))[:, None], mask=row_mask)
 
 
 @triton.jit
@@ -143,14 +131,16 @@ def _add_slices(acc, rows, lse_row, total, first, last, mask, HEAD_DIM: tl.const
 
 @triton.jit(do_not_specialize=["exact_slices", "num_slices"])
 def _merge_kernel(
-    partial_out,  # [num_decodes, Hq, slices, D] float32; from slice exact_slices on in the rotated basis of kernels.ops
-    partial_lse,  # [num_decodes, Hq, slices] float32; -inf: the slice was empty, its partial_out is not written
-    out,  # [num_decodes, Hq, D], contiguous
-    lse,  # [num_decodes, Hq] float32, contiguous, or None
-    signs,  # [D, D], see signs_of. None if nothing is rotated
-    exact_slices, num_slices,
+    partial_out, partial_lse, out, lse, signs, exact_slices, num_slices,
     HEAD_DIM: tl.constexpr, MAX_SLICES: tl.constexpr, CHUNK: tl.constexpr,
 ):
+    """The slices of a sequence and query head as one.
+
+    partial_out [num_decodes, Hq, slices, D] float32; from slice exact_slices on in the rotated basis of kernels.ops
+    partial_lse [num_decodes, Hq, slices] float32; -inf: the slice was empty, its partial_out is not written
+    out [num_decodes, Hq, D], lse [num_decodes, Hq] float32 or None: contiguous
+    signs [D, D], see signs_of. None if nothing is rotated
+    """
     row = tl.program_id(0).to(tl.int64)  # sequence * Hq + head
     part = tl.arange(0, MAX_SLICES)
     lse_row = partial_lse + row * num_slices
@@ -176,14 +166,11 @@ def decode_attention(
     lse: Tensor | None = None,
 ) -> Tensor:
     """Attention of the sequences [0, plan.num_decodes), one query each. Tensors as in `Ops`."""
-    group, page_size = check_attention(q, cache, plan, scale)
+    group, page_size = check_attention(q, cache, plan, scale, lse)
     num_seqs, num_heads, head_dim = q.shape
     assert num_seqs == plan.num_decodes, f"q has {num_seqs} tokens, the plan {plan.num_decodes} decodes"
     if logits is not None:
         check("logits", logits, (num_seqs, num_heads, plan.num_columns(page_size)), (torch.float32,))
-    if lse is not None:
-        check("lse", lse, (num_seqs, num_heads), (torch.float32,))
-        assert lse.is_contiguous(), f"lse strides {lse.stride()}"
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if num_seqs == 0:
         return out
@@ -202,15 +189,14 @@ def decode_attention(
     signs = signs_of(head_dim, q.dtype, q.device) if formats else None
     first_slice, first_column, launch_exact = 0, plan.page_table.shape[1] * page_size, exact_slices
     for warm, slices, columns in zip(formats or (None,), warm_slices or [0], tokens[1:] or [0], strict=True):
-        pages = warm and (cache.units_k, cache.units_v, signs, warm.codes, warm.high, warm.records, warm.counts)
-        stride_codes, record_bytes, bits = (warm.codes.stride(0), warm.record_bytes, warm.bits) if warm else (0, 0, 0)
+        units = (cache.units_k, cache.units_v, cache.units_k.stride(0), cache.units_v.stride(0))
+        pages = warm and (warm.counts, warm.codes, warm.high, warm.records, signs, *units, warm.record_bytes)
+        stride_codes, bits = (warm.codes.stride(0), warm.bits) if warm else (0, 0)
         _decode_kernel[(launch_exact + slices, num_kv_heads, num_seqs)](
             q, cache.k, cache.v, partial_out, partial_lse, logits, plan.page_table, plan.exact_lens, scale * LOG2_E,
-            launch_exact, first_slice, num_slices,
-            *q.stride()[:2], *cache.k.stride()[:2], *cache.v.stride()[:2], plan.page_table.stride(0),
-            *((0, 0) if logits is None else logits.stride()[:2]),
-            pages, cache.units_k.stride(0), cache.units_v.stride(0), stride_codes, record_bytes, first_column,
-            GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits,
+            launch_exact, first_slice, num_slices, *q.stride()[:2], *cache.k.stride()[:2], *cache.v.stride()[:2],
+            plan.page_table.stride(0), *((0, 0) if logits is None else logits.stride()[:2]), first_column, pages,
+            stride_codes, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits,
             num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
         )
         first_slice, first_column, launch_exact = first_slice + launch_exact + slices, first_column + columns, 0

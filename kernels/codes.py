@@ -92,15 +92,12 @@ def rotate(x, signs, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def load_words(
-    base,  # pointer to bytes
-    row,  # 0, or [rows, 1] for a column [1, columns]
-    column,
-    ROW: tl.constexpr,  # bytes of a row
-    WIDTH: tl.constexpr,  # bytes to read: ROW, or twice as many: then each row twice, shifted by a bit the second time
-    WORD: tl.constexpr,  # 4 or 2 bytes a column
-):
-    """int32: the words of rows of bytes; 0 past WIDTH."""
+def load_words(base, row, column, ROW: tl.constexpr, WIDTH: tl.constexpr, WORD: tl.constexpr):
+    """int32: words of WORD bytes, 4 or 2 a column, of the rows of ROW bytes from the pointer `base` on; 0 past WIDTH.
+
+    row is 0, or [rows, 1] for a column [1, columns]. WIDTH, the bytes to read, is ROW, or twice as many: then each row
+    is read twice, shifted by a bit the second time.
+    """
     if ROW % WORD == 0:
         words = base.to(tl.pointer_type(tl.int32 if WORD == 4 else tl.uint16), bitcast=True) + row * (ROW // WORD)
         mask = column < WIDTH // WORD
@@ -161,12 +158,13 @@ def offsets_of(tables, at, record_bytes, RUN: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def tile_of(
-    low, high,  # scalar pointers to bytes: the codes of the first token; high: of 3 bits only
-    scales,  # of these tokens
-    second,  # K: the means; V: the zeros of these tokens
-    TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr,
+    low, high, scales, second, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr
 ):
-    """[TOKENS, BLOCK_D] float32, in the rotated basis; columns from HEAD_DIM on are 0."""
+    """[TOKENS, BLOCK_D] float32, in the rotated basis; columns from HEAD_DIM on are 0. Scalar pointers to bytes:
+
+    low, high: the codes of the first token; high: of 3 bits only
+    scales, second: the scales of these tokens, and their zeros (V) or the means (K)
+    """
     LOW: tl.constexpr = low_bits(BITS)
     WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
     token = tl.arange(0, TOKENS)[:, None]
@@ -188,21 +186,30 @@ def tile_of(
 
 
 @triton.jit
+def weigh(logit, scale, row_max, row_sum):
+    """Softmax of more tokens, online (arXiv 2205.14135): (exp2(logit * scale - new maximum), what the older ones are to
+    be multiplied by [ROWS, 1], new maximum [ROWS], new sum: [ROWS] or, still to be summed, [ROWS, TOKENS])."""
+    # The scale is positive, so it can wait until after the maximum: then it costs one fused multiply-add per logit.
+    new_max = tl.maximum(row_max, tl.max(logit, 1) * scale)
+    p = tl.exp2(logit * scale - new_max[:, None])
+    decay = tl.exp2(row_max - new_max)
+    row_sum = row_sum * decay[:, None] + p if len(row_sum.shape) == 2 else row_sum * decay + tl.sum(p, 1)
+    return p, decay[:, None], new_max, row_sum
+
+
+@triton.jit
 def decode_codes(
-    q,  # [GROUP, D]: of one sequence and KV head
-    out,  # [GROUP, D] float32, in the rotated basis
-    lse,  # [GROUP]
-    logits,  # [GROUP, PAGE_SIZE * pages], or None
-    k_plane, v_plane,  # the head's units
-    tables,  # codes, high, records of WarmPages, of the sequence
-    signs,  # [D, D], of q's type: see `signs_of`
-    first_page, last_page,
-    scale,
-    stride_q_head, stride_out, stride_lse, stride_logits_head,
-    record_bytes,
+    q, out, lse, logits, k_plane, v_plane, tables, signs, first_page, last_page, scale, num_slices,
+    stride_q_head, stride_logits_head, record_bytes,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr,
 ):
-    """A slice of decode attention: the pages [first_page, last_page) of one format."""
+    """A slice of decode attention of one sequence and KV head: the pages [first_page, last_page) of one format.
+
+    q [GROUP, D]; out [GROUP, num_slices, D] float32, in the rotated basis; lse [GROUP, num_slices]: of this slice
+    logits [GROUP, PAGE_SIZE * pages], or None
+    k_plane, v_plane: the head's units; tables: codes, high, records of WarmPages, of the sequence
+    signs [D, D], of q's type: see `signs_of`
+    """
     LOW: tl.constexpr = low_bits(BITS)
     WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
     BLOCK_W: tl.constexpr = block_of(WIDTH, 32)
@@ -213,9 +220,7 @@ def decode_codes(
     pair = tl.arange(0, BLOCK_W // 2)
     mask = (row < GROUP) & (dim < HEAD_DIM)
     q_tile = tl.load(q + row * stride_q_head + dim, mask=mask, other=0.0)
-    exact_parts = ()
-    parts = ()
-    acc = ()
+    exact_parts, parts, acc = (), (), ()
     middle = tl.zeros([BLOCK_H], tl.float32)
     for i in tl.static_range(16 // LOW):
         rows = signs + (2 * pair[:, None] + i % 2 + i // 2 * WIDTH) * HEAD_DIM + dim  # the matrix is symmetric
@@ -236,8 +241,7 @@ def decode_codes(
         run, high, record = offsets_of(tables, page, record_bytes, PAGE_SIZE * WIDTH, BITS)
         k = load_words(k_plane + run, token[:, None], word[None, :], WIDTH, WIDTH, 4)
         v = neighbours(load_words(v_plane + run, token[:, None], pair[None, :], WIDTH, WIDTH, 2))
-        k_high = k
-        v_high = v
+        k_high, v_high = k, v
         if BITS == 3:
             k_high = load_words(k_plane + high, token[:, None], word[None, :], WIDTH // 2, WIDTH, 4)
             v_high = neighbours(load_words(v_plane + high, token[:, None], pair[None, :], WIDTH // 2, WIDTH, 2))
@@ -255,11 +259,7 @@ def decode_codes(
         if logits is not None:
             to = logits + row.to(tl.int64) * stride_logits_head + page * PAGE_SIZE + token[None, :]
             tl.store(to, logit * scale, mask=row < GROUP)
-        new_max = tl.maximum(row_max, tl.max(logit, 1) * scale)
-        p = tl.exp2(logit * scale - new_max[:, None])
-        decay = tl.exp2(row_max - new_max)[:, None]
-        row_max = new_max
-        row_sum = row_sum * decay + p
+        p, decay, row_max, row_sum = weigh(logit, scale, row_max, row_sum)
 
         both = load_words(v_plane + record, tl.arange(0, 2)[None, :], quarter[:, None], PAGE_SIZE, PAGE_SIZE, 4)
         scales, zeros = tl.split(both)  # of one load, which is prefetched for the scales
@@ -276,9 +276,9 @@ def decode_codes(
     mask = (row < GROUP) & (pair[None, :] < WIDTH // 2)
     for i in tl.static_range(16 // LOW):
         share = (acc[i] * 2.0 ** (24 - i // 2 * LOW) + tl.sum(shift, 1)[:, None]) * unit[:, None]
-        tl.store(out + row * stride_out + 2 * pair[None, :] + i % 2 + i // 2 * WIDTH, share, mask=mask)
+        tl.store(out + row * (num_slices * HEAD_DIM) + 2 * pair[None, :] + i % 2 + i // 2 * WIDTH, share, mask=mask)
     row = tl.arange(0, BLOCK_H)
-    tl.store(lse + row * stride_lse, row_max + tl.log2(total), mask=row < GROUP)
+    tl.store(lse + row * num_slices, row_max + tl.log2(total), mask=row < GROUP)
 
 
 @functools.lru_cache

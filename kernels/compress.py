@@ -29,13 +29,11 @@ def _round(x):
 
 @triton.jit
 def _compress_kernel(
-    x,  # [N, PAGE_SIZE, D]
-    codes,  # [N, BITS * PAGE_SIZE * D / 8] uint8
-    records,  # [N, PAGE_SIZE + D (K) or 2 * PAGE_SIZE (V)] uint8
-    signs,  # [D, D], see signs_of
-    stride_page, stride_token,
+    x, codes, records, signs, stride_page, stride_token,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, CLIPS: tl.constexpr,
 ):
+    """x [N, PAGE_SIZE, D]; codes [N, BITS * PAGE_SIZE * D / 8] uint8
+    records [N, PAGE_SIZE + D (K) or 2 * PAGE_SIZE (V)] uint8; signs [D, D], see signs_of"""
     PARTS: tl.constexpr = 8 if BITS == 3 else 8 // BITS
     WIDTH: tl.constexpr = HEAD_DIM // PARTS
     BLOCK_P: tl.constexpr = block_of(WIDTH, 1)
@@ -100,10 +98,9 @@ def _compress_kernel(
     mask = tl.arange(0, BLOCK_P)[None, :] < WIDTH
     if BITS == 3:
         # The bytes of a low plane's row: first those with the codes of the even groups, then of the odd ones.
-        even = tl.sum(tl.where(part % 2 == 0, (code & 3) << part, 0), 1).to(tl.uint8)
-        odd = tl.sum(tl.where(part % 2 == 1, (code & 3) << (part - 1), 0), 1).to(tl.uint8)
-        tl.store(run + token * WIDTH + at, even, mask=mask)
-        tl.store(run + (token + 1) * WIDTH + at, odd, mask=mask)
+        for odd in tl.static_range(2):
+            low_bytes = tl.sum(tl.where(part % 2 == odd, (code & 3) << (part - odd), 0), 1).to(tl.uint8)
+            tl.store(run + (token + odd) * WIDTH + at, low_bytes, mask=mask)
         high_bytes = tl.sum((code >> 2) << part, 1).to(tl.uint8)
         tl.store(run + PAGE_SIZE * HEAD_DIM // 4 + at, high_bytes, mask=mask)
     else:
@@ -112,13 +109,10 @@ def _compress_kernel(
 
 @triton.jit
 def _decompress_kernel(
-    codes,  # [N, BITS * PAGE_SIZE * D / 8] uint8
-    records,  # as above, or wider
-    signs,  # [D, D], see signs_of
-    out,  # [N, PAGE_SIZE, D]
-    stride_codes, stride_records,
+    codes, records, signs, out, stride_codes, stride_records,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, TOKENS: tl.constexpr,
 ):
+    """As above; records may be wider; out [N, PAGE_SIZE, D]."""
     page = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TOKENS
     WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
@@ -139,12 +133,11 @@ def compress(x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
     check("x", x, (n, page_size, head_dim), FLOATS)
     codes = torch.empty(n, bits * page_size * head_dim // 8, dtype=torch.uint8, device=x.device)
     records = torch.empty(n, page_size + (head_dim if is_key else page_size), dtype=torch.uint8, device=x.device)
-    if n:
-        _compress_kernel[(n,)](
-            x, codes, records, signs_of(head_dim, x.dtype, x.device), *x.stride()[:2],
-            HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, CLIPS=CLIPS if bits < 4 else CLIPS[:1],
-            num_warps=8, enable_fp_fusion=False,  # a product is rounded before it is rounded to an integer
-        )
+    _compress_kernel[(n,)](
+        x, codes, records, signs_of(head_dim, x.dtype, x.device), *x.stride()[:2],
+        HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, CLIPS=CLIPS if bits < 4 else CLIPS[:1],
+        num_warps=8, enable_fp_fusion=False,  # a product is rounded before it is rounded to an integer
+    )
     return codes, records
 
 
@@ -155,10 +148,9 @@ def decompress(codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Te
     check("codes", codes, (n, bits * page_size * head_dim // 8), (torch.uint8,))
     check("records", records, (n, max(least, records.shape[1])), (torch.uint8,))
     out = torch.empty(n, page_size, head_dim, dtype=like.dtype, device=codes.device)
-    if n:
-        _decompress_kernel[(n, page_size // TOKENS)](
-            codes, records, signs_of(head_dim, like.dtype, codes.device), out, codes.stride(0), records.stride(0),
-            HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, TOKENS=TOKENS,
-            num_warps=4, enable_fp_fusion=True,
-        )
+    _decompress_kernel[(n, page_size // TOKENS)](
+        codes, records, signs_of(head_dim, like.dtype, codes.device), out, codes.stride(0), records.stride(0),
+        HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, TOKENS=TOKENS,
+        num_warps=4, enable_fp_fusion=True,
+    )
     return out

@@ -34,8 +34,6 @@ writer and reader agree.
 Shapes use: T tokens of the step, B sequences, Hq query heads, Hkv KV heads, D head_dim, F hidden or intermediate size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -63,12 +61,15 @@ def hadamard(head_dim: int) -> Tensor:
 class LayerCache(NamedTuple):
     """One layer's cache: exact K and V [Hkv, frames, page_size, D], and the arena of compressed pages as units
     [Hkv, units, unit_bytes] uint8, from which `units_k` and `units_v` start at the same address as k and v unless
-    compressed pages have an arena of their own."""
+    compressed pages have an arena of their own. `copies` are what compressed pages were, in the host's memory: the rows
+    of one token's K and of its V in a head, [slots, Hkv, page_size, 2, D] in k's dtype, or [..., 2, D + 2] int8: the
+    float16 in a row's last two bytes times the others."""
 
     k: Tensor
     v: Tensor
     units_k: Tensor
     units_v: Tensor
+    copies: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,15 @@ class WarmPages:
     high: Tensor | None  # [B, most pages] int32, for 3 bits: index of the run of one unit
     records: Tensor  # [B, most pages] int32: a record's first byte in a head's plane is record * record_bytes
     counts: Tensor  # [B] int32: pages of each sequence
+    copies: Tensor | None = None  # [B, most pages] int32: slot of each page's copy, -1 where there is none
+
+
+class Recall(NamedTuple):
+    """What queries read of the copies of compressed pages: see `Ops.recall`."""
+
+    block: int  # consecutive queries of a chunk that read the same tokens; a chunk's last block may have fewer
+    counts: tuple[int, ...]  # of each sequence: tokens that a block reads, for each KV head its own; 0 without copies
+    blocks: Tensor  # [N, 4] int32: sequence, first query of the step, queries, tokens; of sequences that read any
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,7 @@ class AttentionPlan:
     max_exact_len: int
     pieces: tuple[tuple[tuple[int, int], ...], ...]  # per sequence: (first slot, number of tokens), in token order
     warm: tuple[WarmPages, ...] = ()
+    recall: Recall | None = None
 
     def num_columns(self, page_size: int) -> int:
         """Columns of the logits that `decode_attention` gives."""
@@ -148,11 +159,14 @@ class Ops(Protocol):
         Hugging Face checkpoints (RoPE: arXiv 2104.09864). slots [T] int64.
         """
 
-    def prefill_attention(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
+    def prefill_attention(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, lse: Tensor | None = None
+    ) -> Tensor:
         """Attention of the prefill chunks, the sequences [plan.num_decodes, B), over their exact and compressed tokens:
         causal over the chunk itself.
 
         q [query tokens of those sequences, Hq, D], rotated; its K and V are in the cache already. -> the shape of q.
+        `lse` [query tokens, Hq], where given, receives what it does of `decode_attention`.
         """
 
     def decode_attention(
@@ -165,6 +179,18 @@ class Ops(Protocol):
         q [num_decodes, Hq, D], rotated. Where given, `logits` [num_decodes, Hq, plan.num_columns()] float32 receives
         the base-2 logits (log2(e) * scale * q.k; columns of no token are left alone) and `lse` [num_decodes, Hq]
         float32 their base-2 log-sum-exp, so that exp2(logits - lse) is the attention each token got.
+        """
+
+    def recall(
+        self, q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        """Attention in which the compressed tokens that matter most are exact: q [T, Hq, D] are the step's queries,
+        `out` and `lse` [T, Hq] what attention gave them. -> the shape of q.
+
+        Of the tokens whose pages have copies, a block of `plan.recall.block` queries takes, for each KV head, the ones
+        with the largest sum of the squares of what its queries and heads gave them, as errors add up in squares; their
+        share of `out` is replaced by what their copies give: (out + sum of p' v' - p v) / (1 + sum of p' - p), where
+        p = exp2(logit - lse), and ' means: of the copies.
         """
 
     def compress(self, x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:

@@ -13,16 +13,14 @@ from kernels.ops import AttentionPlan, LayerCache
 
 @triton.jit
 def _attend_compressed(
-    q,  # [ROWS, BLOCK_D], rotated
-    scale, state,  # see `attend`; rotated
-    k_plane, v_plane,  # the head's units
-    tables, sizes,  # of one format, see below
-    seq,
+    q, scale, state, k_plane, v_plane, tables, sizes, seq,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr,
 ):
-    """`attend` to all pages of one format of a sequence.
+    """`attend` to all pages of one format of a sequence; q and the state are rotated.
 
     They are decompressed: among a hundred rows the work of it is little, unlike among the few of decode.
+
+    k_plane, v_plane: the head's units; tables, sizes: of the format, see below
     """
     stride, record_bytes = sizes
     WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
@@ -47,22 +45,22 @@ def _attend_compressed(
 
 @triton.jit(do_not_specialize=["num_decodes", "stride_table"])  # they change from step to step
 def _prefill_kernel(
-    q,  # [query tokens of the chunks, Hq, D]
-    k_cache, v_cache,  # [Hkv, frames, PAGE_SIZE, D], pages without gaps
-    out,  # [query tokens of the chunks, Hq, D], contiguous
-    page_table,  # [B, max_pages] int32
-    query_start,  # [B + 1] int32
-    exact_lens,  # [B] int32
-    scale,
-    num_decodes,
+    q, k_cache, v_cache, out, lse, page_table, query_start, exact_lens, scale, num_decodes,
     stride_q_token, stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table,
-    planes,  # units_k, units_v, q rotated [query tokens of the chunks, Hq, D], the signs that rotate [D, D]
-    tables,  # of each compressed format: codes, high, records, counts of WarmPages
-    sizes,  # of each: stride of the tables, record_bytes
-    stride_units_k, stride_units_v,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    FORMATS: tl.constexpr,  # bits of each
+    planes, tables, sizes, stride_units_k, stride_units_v,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr,
 ):
+    """A block of queries of a sequence and KV head.
+
+    q, out [query tokens of the chunks, Hq, D]; lse [query tokens of the chunks, Hq] float32, or None: out and lse
+    contiguous
+    k_cache, v_cache [Hkv, frames, PAGE_SIZE, D], pages without gaps
+    page_table [B, max_pages], query_start [B + 1], exact_lens [B] int32
+    planes: units_k, units_v, q rotated [query tokens of the chunks, Hq, D], the signs that rotate [D, D]
+    tables: of each compressed format: codes, high, records, counts of WarmPages
+    sizes: of each: stride of the tables, record_bytes
+    FORMATS: bits of each
+    """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
     # The last block sees the most tokens: starting with it keeps the tail of the launch short.
     first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
@@ -74,10 +72,9 @@ def _prefill_kernel(
         return
     prefix_len = tl.load(exact_lens + seq) - chunk_len
 
-    BLOCK_D: tl.constexpr = block_of(HEAD_DIM)
     row = tl.arange(0, BLOCK_M)[:, None]
     query = first_query + row // GROUP
-    dim = tl.arange(0, BLOCK_D)[None, :]
+    dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
     mask = (row < QUERIES * GROUP) & (query < chunk_len) & (dim < HEAD_DIM)
     # q holds the chunks only, and every sequence before them has one query. Inside the block int32 is enough.
     first_token = (chunk_start - num_decodes + first_query).to(tl.int64)
@@ -85,9 +82,7 @@ def _prefill_kernel(
     q_offsets = row // GROUP * stride_q_token + row % GROUP * stride_q_head + dim
     num_heads = tl.num_programs(1) * GROUP
 
-    cache = (k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head, stride_k_frame, stride_v_frame)
-    frames = page_table + seq * stride_table
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, block_of(HEAD_DIM)], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if len(FORMATS) > 0:
@@ -105,27 +100,31 @@ def _prefill_kernel(
     q_tile = tl.load(q_block + q_offsets, mask=mask, other=0.0)
     # Rows past the chunk see more than the last query would: never nothing, so that no row_max stays infinite.
     visible = prefix_len + query + 1
-    num_tokens = prefix_len + tl.minimum(first_query + QUERIES, chunk_len)
+    length = prefix_len + tl.minimum(first_query + QUERIES, chunk_len)
     state = (acc, row_max, row_sum)
+    k_head, v_head = k_cache + kv_head * stride_k_head, v_cache + kv_head * stride_v_head
+    pages = (k_head, v_head, stride_k_frame, stride_v_frame, page_table + seq * stride_table)
     full_pages = (prefix_len + first_query + 1) // PAGE_SIZE
     for page in range(full_pages):
-        state = attend_page(
-            q_tile, scale, state, cache, frames, page, None, num_tokens, None, None, HEAD_DIM, PAGE_SIZE
-        )
-    for page in range(full_pages, tl.cdiv(num_tokens, PAGE_SIZE)):
-        state = attend_page(
-            q_tile, scale, state, cache, frames, page, visible, num_tokens, None, None, HEAD_DIM, PAGE_SIZE
-        )
+        state = attend_page(q_tile, scale, state, pages, page, None, length, None, None, HEAD_DIM, PAGE_SIZE)
+    for page in range(full_pages, tl.cdiv(length, PAGE_SIZE)):
+        state = attend_page(q_tile, scale, state, pages, page, visible, length, None, None, HEAD_DIM, PAGE_SIZE)
     acc, row_max, row_sum = state
     result = (acc * (1.0 / row_sum)[:, None]).to(out.dtype.element_ty)
     out_block = out + (first_token * num_heads + kv_head * GROUP) * HEAD_DIM
     tl.store(out_block + (row // GROUP * num_heads + row % GROUP) * HEAD_DIM + dim, result, mask=mask)
+    if lse is not None:
+        at = lse + first_token * num_heads + kv_head * GROUP + row // GROUP * num_heads + row % GROUP
+        row_mask = (row < QUERIES * GROUP) & (query < chunk_len)
+        tl.store(at, (row_max + tl.log2(row_sum))[:, None], mask=row_mask)
 
 
-def prefill_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
+def prefill_attention(
+    q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, lse: Tensor | None = None
+) -> Tensor:
     """Attention of the prefill chunks, the sequences [plan.num_decodes, B). Tensors as in `Ops`."""
-    group, page_size = check_attention(q, cache, plan, scale)
-    _, num_heads, head_dim = q.shape
+    group, page_size = check_attention(q, cache, plan, scale, lse)
+    num_heads, head_dim = q.shape[1:]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     num_chunks = plan.exact_lens.shape[0] - plan.num_decodes
     if num_chunks == 0:
@@ -140,11 +139,10 @@ def prefill_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: 
     tables = tuple((warm.codes, warm.high, warm.records, warm.counts) for warm in plan.warm)
     sizes = tuple((warm.codes.stride(0), warm.record_bytes) for warm in plan.warm)
     _prefill_kernel[(blocks, num_heads // group, num_chunks)](
-        q, cache.k, cache.v, out, plan.page_table, plan.query_start, plan.exact_lens, scale * LOG2_E, plan.num_decodes,
-        *q.stride()[:2], *cache.k.stride()[:2], *cache.v.stride()[:2], plan.page_table.stride(0),
-        planes, tables, sizes, cache.units_k.stride(0), cache.units_v.stride(0),
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_M=block_m, PAGE_SIZE=page_size,
-        FORMATS=tuple(warm.bits for warm in plan.warm),
+        q, cache.k, cache.v, out, lse, plan.page_table, plan.query_start, plan.exact_lens, scale * LOG2_E,
+        plan.num_decodes, *q.stride()[:2], *cache.k.stride()[:2], *cache.v.stride()[:2], plan.page_table.stride(0),
+        planes, tables, sizes, cache.units_k.stride(0), cache.units_v.stride(0), GROUP=group, HEAD_DIM=head_dim,
+        BLOCK_M=block_m, PAGE_SIZE=page_size, FORMATS=tuple(warm.bits for warm in plan.warm),
         num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
     )
     return out

@@ -4,9 +4,6 @@ Never imports triton. Runs on any device. Attention reads a sequence as its piec
 of gathering pages: on a CPU a gather costs as much again as the attention itself.
 """
 
-from __future__ import annotations
-
-import functools
 import math
 from collections.abc import Iterator
 
@@ -14,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ops import CLIPS, MEAN_EXPONENT, AttentionPlan, LayerCache, hadamard, min_exponent
+from kernels.ops import AttentionPlan, LayerCache, min_exponent
+from kernels.reference_compress import compress as compress
+from kernels.reference_compress import decode, decode_means, rotate
 
 # Elements of K converted to float32 at a time (8 MiB): more costs memory, less costs a call per chunk.
 _CHUNK_ELEMENTS = 1 << 21
-_LARGEST = 2.0**14  # of an element that is compressed
 
 
 def cpu_computes_bfloat16() -> bool:
@@ -83,24 +81,31 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)], dim=-1)
 
 
-def prefill_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
+def prefill_attention(
+    q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, lse: Tensor | None = None
+) -> Tensor:
     lengths = plan.query_start[plan.num_decodes :].diff().tolist()
     chunks = enumerate(q.split(lengths), plan.num_decodes)
-    return torch.cat([_attend_chunk(chunk, cache, plan, b, scale) for b, chunk in chunks] or [q])
+    parts = [_attend_chunk(chunk, cache, plan, b, scale) for b, chunk in chunks]
+    if lse is not None and parts:
+        torch.cat([sums for _, sums in parts], out=lse)
+    return torch.cat([out for out, _ in parts] or [q])
 
 
-def _attend_chunk(q: Tensor, cache: LayerCache, plan: AttentionPlan, b: int, scale: float) -> Tensor:
-    """One chunk of n queries, the newest exact tokens of sequence b, over that sequence. q [n, Hq, D]. Each piece of
-    the past is attended as a whole and the parts are merged by log-sum-exp."""
+def _attend_chunk(q: Tensor, cache: LayerCache, plan: AttentionPlan, b: int, scale: float) -> tuple[Tensor, Tensor]:
+    """One chunk of n queries, the newest exact tokens of sequence b, over that sequence, and its base-2 log-sum-exp
+    [n, Hq]. q [n, Hq, D]. Each piece of the past is attended as a whole and the parts are merged by log-sum-exp."""
     keys, values = _tokens(cache.k), _tokens(cache.v)
     # The query heads of a group stand in the batch dimension, over which K and V are expanded without a copy.
     queries = q.view(len(q), len(keys), -1, q.shape[2]).permute(2, 1, 0, 3)
     parts = []
     if plan.warm:
-        rotated = rotate(queries)
+        # What `recall` takes away again is to be what was added.
+        dtype = q.dtype if plan.recall is None else torch.float32
+        rotated = rotate(queries.to(dtype))
         pages = (_warm_parts(cache, plan, b, is_key) for is_key in (True, False))
         for (bits, of_k), (_, of_v) in zip(*pages, strict=True):
-            k, v = (x.flatten(1, 2).to(q.dtype) for x in (_join(of_k, bits, True), _join(of_v, bits, False)))
+            k, v = (x.flatten(1, 2).to(dtype) for x in (_join(of_k, bits, True), _join(of_v, bits, False)))
             out, lse = _flash(rotated, k, v, scale, False)
             parts.append((rotate(out), lse))
     past = sum(count for _, count in plan.pieces[b]) - len(q)
@@ -114,7 +119,8 @@ def _attend_chunk(q: Tensor, cache: LayerCache, plan: AttentionPlan, b: int, sca
             newest.append(slice(old, end))
     new_keys, new_values = (torch.cat([x[:, piece] for piece in newest], 1) for x in (keys, values))
     parts.append(_flash(queries, new_keys, new_values, scale, True))
-    return _merge(parts).permute(2, 1, 0, 3).reshape(q.shape)
+    out, lse = _merge(parts)
+    return out.permute(2, 1, 0, 3).reshape(q.shape), (lse * math.log2(math.e)).permute(2, 1, 0).reshape(q.shape[:2])
 
 
 def _warm_parts(
@@ -163,38 +169,83 @@ def _warm_output(weights: Tensor, cache: LayerCache, plan: AttentionPlan, b: int
     return output
 
 
-def compress(x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
-    steps, middle = (1 << bits) - 1, 1 << bits - 1
-    rotated = rotate(x.float().nan_to_num(0.0).clamp_(-_LARGEST, _LARGEST))
-    if is_key:
-        mean = rotated.mean(1)
-        means = _encode(mean.abs(), 3, MEAN_EXPONENT, 127) | (mean < 0).byte() << 7
-        rotated -= _means(means)[:, None]
-        high = rotated.abs().amax(2, keepdim=True)
-        low = -high
-    else:
-        low, high = rotated.amin(2, keepdim=True), rotated.amax(2, keepdim=True)
-    least = torch.full_like(low, math.inf)
-    codes, scales = (torch.empty_like(like, dtype=torch.uint8) for like in (rotated, low))
-    zeros = torch.empty_like(low)
-    for clip in CLIPS if bits < 4 else CLIPS[:1]:
-        half = (high - low) * (clip / 2)
-        wanted = torch.maximum(half * (2 / steps), (high + low).abs() / 240)  # so that zeros stay within an int8
-        # To the nearest scale; at 8 bits to the next one up, where cutting the ends costs more than a wider step.
-        scale = _encode(wanted, 4, min_exponent(bits), 255, up=bits == 8)
-        inverse = 1 / _decode(scale, 4, min_exponent(bits))
-        zero = torch.full_like(low, -steps / 2)
-        if not is_key:
-            zero = ((high + low) / 2 * inverse - steps / 2).round_().clamp_(-128 - middle, 127 - middle)
-        trial = (rotated * inverse - zero).round_().clamp_(0, steps)
-        error = ((trial + zero) / inverse - rotated).square_().sum(2, keepdim=True)
-        better = error < least
-        least, codes, scales, zeros = (
-            torch.where(better, new, old)
-            for new, old in ((error, least), (trial.to(torch.uint8), codes), (scale, scales), (zero, zeros))
-        )
-    second = means if is_key else (zeros[..., 0] + middle).to(torch.int8).view(torch.uint8)
-    return _pack(codes, bits), torch.cat([scales[..., 0], second], dim=1)
+def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
+    assert plan.recall is not None
+    starts, result = plan.query_start.tolist(), out.to(q.dtype, copy=True)
+    for b, (start, end, count) in enumerate(zip(starts, starts[1:], plan.recall.counts, strict=False)):
+        slots = torch.cat([warm.copies[b, : int(warm.counts[b])] for warm in plan.warm if warm.copies is not None])
+        count = min(count, int((slots >= 0).sum()) * cache.k.shape[2])
+        if count:
+            rows = slice(start, end)
+            result[rows] = _recall_chunk(q[rows], out[rows], lse[rows], cache, plan, b, scale, slots, count)
+    return result
+
+
+def _recall_chunk(
+    q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: AttentionPlan, b: int, scale: float, slots: Tensor,
+    count: int,
+) -> Tensor:
+    """`recall` of `count` tokens for the n queries of sequence b. slots: of the copies of its compressed pages."""
+    assert plan.recall is not None and cache.copies is not None
+    (num_heads, page_size), block = cache.copies.shape[1:3], min(plan.recall.block, len(q))
+
+    def blocks(x: Tensor, rest: float = 0.0) -> Tensor:
+        """[n, Hq, W] -> [Hkv * blocks, G * block, W] float32; rest: in the place of queries that there are not."""
+        x = F.pad(x.float(), (0, 0, 0, 0, 0, -len(x) % block), value=rest)
+        x = x.view(-1, block, num_heads, x.shape[1] // num_heads, x.shape[2]).permute(2, 0, 3, 1, 4)
+        return x.reshape(-1, x.shape[2] * block, x.shape[4])
+
+    queries, minus_lse = blocks(q.float() * (scale * math.log2(math.e))), blocks(-lse[..., None], -math.inf)
+    rotated = rotate(queries)
+    # What is chosen may be off by a few percent of itself; what is exchanged may not.
+    kind = torch.bfloat16 if q.dtype == torch.bfloat16 and block > 1 and cpu_computes_bfloat16() else torch.float32
+    by_head = [x.to(kind).view(num_heads, -1, x.shape[2]) for x in (minus_lse, rotated)]
+    ones, parts = queries.new_ones(len(queries), 1, queries.shape[1], dtype=kind), []
+    for bits, of_k in _warm_parts(cache, plan, b, True):
+        keys = _join(of_k, bits, True).flatten(1, 2).to(kind)
+        shares = torch.baddbmm(by_head[0], by_head[1], keys.mT).exp2_().square_()
+        parts.append(ones @ shares.view(len(queries), -1, keys.shape[1]))
+    mass = torch.cat(parts, -1).view(num_heads, -1, page_size * len(slots))
+    mass.masked_fill_((slots < 0).repeat_interleave(page_size), -1.0)
+    tokens = mass.topk(count, sorted=False).indices.view(num_heads, -1)
+
+    head = torch.arange(num_heads, device=q.device)[:, None]
+    places = (slots.long()[tokens // page_size], head, tokens % page_size)
+    exact = cache.copies[tuple(x.to(cache.copies.device) for x in places)].to(q.device)
+    if exact.dtype == torch.int8:
+        exact = exact[..., :-2].float() * exact[..., -2:].contiguous().view(torch.float16)
+    rows = (*exact.float().unbind(2), *_warm_tokens(cache, plan, b, tokens))
+    new_k, new_v, old_k, old_v = (x.reshape(len(queries), count, -1) for x in rows)
+    new = torch.baddbmm(minus_lse, queries, new_k.mT).exp2_()
+    old = torch.baddbmm(minus_lse, rotated, old_k.mT).exp2_()
+    total = 1 + (new.sum(2, keepdim=True) - old.sum(2, keepdim=True))
+    result = torch.baddbmm(blocks(out), new, new_v).sub_(rotate(old @ old_v)).div_(total)
+    result = result.view(num_heads, -1, q.shape[1] // num_heads, block, q.shape[2]).permute(1, 3, 0, 2, 4)
+    return result.reshape(-1, *q.shape[1:])[: len(q)]
+
+
+def _warm_tokens(cache: LayerCache, plan: AttentionPlan, b: int, tokens: Tensor) -> Tensor:
+    """K and V [2, Hkv, n, D] float32, rotated, of single tokens [Hkv, n] of sequence b's compressed pages, by their
+    numbers in the order of columns. Each is read as a page of one token."""
+    page_size, head_dim = cache.k.shape[2:]
+    found = tokens.new_empty(2, *tokens.shape, head_dim, dtype=torch.float32)
+    for warm in plan.warm:
+        head, at = ((tokens >= 0) & (tokens < int(warm.counts[b]) * page_size)).nonzero(as_tuple=True)
+        page, token = tokens[head, at] // page_size, tokens[head, at] % page_size
+        planes = [(warm.codes, warm.bits)] if warm.high is None else [(warm.codes, 2), (warm.high, 1)]
+        record = warm.records[b][page].long()
+        for i, units in enumerate((cache.units_k, cache.units_v)):
+            codes = [
+                units.view(len(units), -1, bits * head_dim // 8)[head, table[b][page].long() * page_size + token]
+                for table, bits in planes
+            ]
+            records = units.view(len(units), -1, warm.record_bytes)[head, record]
+            scales, zeros = (records.gather(1, (token + first)[:, None]) for first in (0, page_size))
+            second = zeros if i else records[:, page_size : page_size + head_dim]
+            parts = _parts(torch.cat(codes, -1), torch.cat([scales, second], -1), warm.bits, not i, found[0, :1, :1])
+            found[i, head, at] = _join(parts, warm.bits, not i)[:, 0]
+        tokens = tokens - int(warm.counts[b]) * page_size
+    return found
 
 
 def decompress(codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Tensor) -> Tensor:
@@ -205,9 +256,9 @@ def _parts(codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Tensor
     """What pages [..., bytes] are made of, in float32: codes [..., page_size, D], scales [..., page_size, 1], and means
     [..., 1, D] or what is to be added to the codes [..., page_size, 1]."""
     page_size, head_dim = like.shape[-2:]
-    scales = _decode(records[..., :page_size, None], 4, min_exponent(bits))
+    scales = decode(records[..., :page_size, None], 4, min_exponent(bits))
     if is_key:
-        second = _means(records[..., None, page_size : page_size + head_dim])
+        second = decode_means(records[..., None, page_size : page_size + head_dim])
     else:
         zeros = records[..., page_size : 2 * page_size, None].view(torch.int8)
         second = zeros.float().sub_(1 << bits - 1)
@@ -227,51 +278,12 @@ def _middle(bits: int) -> float:
     return ((1 << bits) - 1) / 2
 
 
-def rotate(x: Tensor) -> Tensor:
-    """x [..., D] times the Hadamard matrix of the module `ops`, in x's dtype; its own inverse."""
-    head_dim = x.shape[-1]
-    size = head_dim & -head_dim
-    matrix = _rotation(size, x.dtype, x.device)
-    return (x.unflatten(-1, (-1, size)) @ matrix).flatten(-2) if size < head_dim else x @ matrix
-
-
-@functools.lru_cache
-def _rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return (hadamard(size) / math.sqrt(size)).to(dtype).to(device)
-
-
-def _encode(x: Tensor, mantissa: int, exponent: int, largest: int, up: bool = False) -> Tensor:
-    """The nearest codes (or the next ones up), uint8, of float32 from 0 up; code 0 is 2^exponent."""
-    cut = 23 - mantissa
-    rounding = (1 << (cut if up else cut - 1)) - 1
-    codes = (x.view(torch.int32) + rounding >> cut) - (exponent + 127 << mantissa)
-    return codes.clamp_(0, largest).to(torch.uint8)
-
-
-def _decode(codes: Tensor, mantissa: int, exponent: int) -> Tensor:
-    return (codes.int() << 23 - mantissa).add_(exponent + 127 << 23).view(torch.float32)
-
-
-def _means(codes: Tensor) -> Tensor:
-    """float32 of codes of means."""
-    size = codes & 127
-    return _decode(size, 3, MEAN_EXPONENT).masked_fill_(size == 0, 0).copysign_(codes.view(torch.int8))
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """codes [N, page_size, D] below 2^bits -> bytes [N, page_size * D * bits / 8]."""
-    if bits == 3:
-        return torch.cat([_pack(codes & 3, 2), _pack(codes >> 2, 1)], dim=1)
-    parts = (part << i * bits for i, part in enumerate(codes.chunk(8 // bits, dim=-1)))
-    return functools.reduce(torch.bitwise_or, parts).flatten(1)
-
-
 def _unpack(packed: Tensor, bits: int, page_size: int) -> Tensor:
     """The inverse of `_pack`, as float32."""
     if bits == 3:
         low, high = packed.tensor_split([packed.shape[-1] // 3 * 2], dim=-1)
         return _unpack(low, 2, page_size).add_(_unpack(high, 1, page_size), alpha=4)
-    packed = packed.view(*packed.shape[:-1], page_size, -1)
+    packed = packed.unflatten(-1, (page_size, packed.shape[-1] // page_size))
     if bits == 8:
         return packed.float()
     parts = [packed >> i if i else packed for i in range(0, 8, bits)]
@@ -293,14 +305,15 @@ def _flash(queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: 
     return scores.softmax(-1).to(values.dtype) @ values, scores.logsumexp(-1)
 
 
-def _merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention over the union of the parts' keys, each part given by its output and log-sum-exp."""
     if len(parts) == 1:
-        return parts[0][0]
+        return parts[0]
     lses = torch.stack([lse for _, lse in parts])
-    shares = (lses - lses.logsumexp(0)).exp()[..., None]
+    lse = lses.logsumexp(0)
+    shares = (lses - lse).exp()[..., None]
     total = sum((out * share for (out, _), share in zip(parts, shares, strict=True)), start=torch.zeros(()))
-    return total.to(parts[0][0].dtype)
+    return total.to(parts[0][0].dtype), lse
 
 
 def decode_attention(

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check import FLOATS, check
+from kernels.codes import block_of
 
 BLOCK_H = 16
 
@@ -27,22 +28,19 @@ def _move(x, to, cos, sin, mask, HALF: tl.constexpr):
 
 @triton.jit
 def _rope_store_kernel(
-    q,  # [T, Hq, D], rotated in place
-    k, v,  # [T, Hkv, D]
-    cos_sin,  # [T, D] float32: cos of the D/2 angles, then sin
-    slots,  # [T] int64
-    k_cache, v_cache,  # [Hkv, frames, PAGE_SIZE, D], pages without gaps
+    q, k, v, cos_sin, slots, k_cache, v_cache,
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head, stride_cos_sin,
-    stride_k_cache_head, stride_k_cache_frame, stride_v_cache_head, stride_v_cache_frame,
+    stride_cache_head, stride_cache_frame,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,  # the power of two from D/2 up
     PAGE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
+    """q [T, Hq, D], rotated in place; k, v [T, Hkv, D]; cos_sin [T, D] float32: cos of the D/2 angles, then sin
+    slots [T] int64; k_cache, v_cache [Hkv, frames, PAGE_SIZE, D], pages without gaps, of the same strides"""
     HALF: tl.constexpr = HEAD_DIM // 2
     QUERY_TILES: tl.constexpr = tl.cdiv(NUM_HEADS, BLOCK_H)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    pair = tl.arange(0, BLOCK_HALF)[None, :]
+    pair = tl.arange(0, block_of(HALF, 1))[None, :]
     angles = cos_sin + token * stride_cos_sin + pair
     cos = tl.load(angles, mask=pair < HALF, other=0.0)
     sin = tl.load(angles + HALF, mask=pair < HALF, other=0.0)
@@ -54,12 +52,9 @@ def _rope_store_kernel(
         head = ((tile - QUERY_TILES) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]).to(tl.int64)
         mask = (head < NUM_KV_HEADS) & (pair < HALF)
         slot = tl.load(slots + token)
-        frame = slot // PAGE_SIZE
-        in_page = (slot % PAGE_SIZE) * HEAD_DIM + pair
-        k_to = k_cache + head * stride_k_cache_head + frame * stride_k_cache_frame + in_page
-        v_to = v_cache + head * stride_v_cache_head + frame * stride_v_cache_frame + in_page
-        _move(k + token * stride_k_token + head * stride_k_head + pair, k_to, cos, sin, mask, HALF)
-        _move(v + token * stride_v_token + head * stride_v_head + pair, v_to, None, None, mask, HALF)
+        to = head * stride_cache_head + slot // PAGE_SIZE * stride_cache_frame + slot % PAGE_SIZE * HEAD_DIM + pair
+        _move(k + token * stride_k_token + head * stride_k_head + pair, k_cache + to, cos, sin, mask, HALF)
+        _move(v + token * stride_v_token + head * stride_v_head + pair, v_cache + to, None, None, mask, HALF)
 
 
 def rope_store(
@@ -72,22 +67,17 @@ def rope_store(
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, frames, page_size, _ = k_cache.shape
     assert head_dim % 2 == 0, f"head_dim {head_dim}"
-    check("q", q, (tokens, num_heads, head_dim), FLOATS)
+    check("q", q, q.shape, FLOATS)
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        strides = (*k_cache.stride()[:2], head_dim, 1)
         check(name, x, (tokens, num_kv_heads, head_dim), FLOATS)
-        check(f"{name}_cache", cache, (num_kv_heads, frames, page_size, head_dim), FLOATS, (head_dim, 1))
+        check(f"{name}_cache", cache, (num_kv_heads, frames, page_size, head_dim), FLOATS, strides)
     check("cos_sin", cos_sin, (tokens, head_dim), (torch.float32,))
     check("slots", slots, (tokens,), (torch.int64,))
-    if tokens == 0:
-        return
-    tiles = triton.cdiv(num_heads, BLOCK_H) + triton.cdiv(num_kv_heads, BLOCK_H)
-    block_half = triton.next_power_of_2(head_dim // 2)
-    _rope_store_kernel[(tokens, tiles)](
+    _rope_store_kernel[(tokens, triton.cdiv(num_heads, BLOCK_H) + triton.cdiv(num_kv_heads, BLOCK_H))](
         q, k, v, cos_sin, slots, k_cache, v_cache,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos_sin.stride(0),
-        *k_cache.stride()[:2], *v_cache.stride()[:2],
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_HALF=block_half, PAGE_SIZE=page_size, BLOCK_H=BLOCK_H,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos_sin.stride(0), *k_cache.stride()[:2],
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_H=BLOCK_H,
         # 8 pairs a thread: 128-bit accesses in 16-bit types
-        num_warps=max(BLOCK_H * block_half // 256, 1), enable_fp_fusion=True,
+        num_warps=max(BLOCK_H * block_of(head_dim // 2, 1) // 256, 1), enable_fp_fusion=True,
     )

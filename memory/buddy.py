@@ -12,7 +12,7 @@ page of any format is one block, so pages of 8, 4 and 2 bits (orders k, k - 1, k
 between them. The *buddy* of a block is the other half of the block twice as long: start XOR 2^order. A *run* is several
 blocks side by side: a sequence laid out in runs is read as a few contiguous pieces.
 
-Invariants (`check()` asserts them):
+Invariants (`check()` asserts them: what is free is what the used blocks leave, in blocks as long as can be):
   - every unit lies in exactly one block, used or free;
   - two free blocks are never buddies (they would have been merged), so an aligned block whose units are all free lies
     inside *one* free block: `extend` needs to look at no more than one block per order;
@@ -31,8 +31,6 @@ measured beside them: 214 / 293; this code: `tools.bench buddy`):
   - rounding a run up to a power of two wastes 20-28 % of the units: `alloc_run` gives the tail back instead.
 """
 
-from __future__ import annotations
-
 from memory.errors import AllocatorError
 
 _MARKS = [bytes((order + 1,)) for order in range(64)]  # what `_used` holds at the start of a used block
@@ -48,22 +46,22 @@ class BuddyAllocator:
     Plain Python, no torch: it deals in numbers only. Not safe for threads: one owner calls it.
     """
 
-    def __init__(self, num_units: int, max_order: int | None = None) -> None:
+    def __init__(self, num_units: int, max_order: int | None = None, unit: str = "unit") -> None:
         """An arena with every unit free.
 
         num_units: units in the arena, any number >= 0. max_order: longest block (and so the longest run) is
-        2^max_order units; default: as long as the arena allows.
+        2^max_order units; default: as long as the arena allows. unit: what one is, for messages.
         Raises ValueError for a negative number. Runtime and memory O(num_units).
         """
         if num_units < 0 or (max_order is not None and max_order < 0):
             raise ValueError(f"need num_units >= 0 and max_order >= 0, got {num_units} and {max_order}")
         longest = max(num_units.bit_length() - 1, 0)
-        self.num_units = num_units
+        self.num_units = self._free_units = num_units
         self.max_order = longest if max_order is None else min(max_order, longest)
+        self._unit = unit
         self._used = bytearray(num_units)
         self._free: list[dict[int, None]] = [{} for _ in range(self.max_order + 1)]
         self._mergeable = [self._free[order:-1] for order in range(self.max_order + 1)]  # the dicts from `order` up
-        self._free_units = num_units
         # From the back, so that the first allocation takes the lowest start.
         end = num_units
         while end:
@@ -92,10 +90,11 @@ class BuddyAllocator:
         """How many blocks of `order` the longest free block holds; 0 if none. ValueError if order < 0. O(orders)."""
         if order < 0:
             raise ValueError(f"order must be >= 0, got {order}")
-        for k in range(self.max_order, order - 1, -1):
-            if self._free[k]:
-                return 1 << (k - order)
-        return 0
+        return next((1 << (k - order) for k in range(self.max_order, order - 1, -1) if self._free[k]), 0)
+
+    def used_blocks(self) -> list[int]:
+        """The starts of all used blocks, in their order. O(units)."""
+        return [start for start, value in enumerate(self._used) if value]
 
     def num_free(self, order: int) -> int:
         """How many blocks of `order` could be allocated as things lie. O(orders)."""
@@ -129,14 +128,10 @@ class BuddyAllocator:
         Raises AllocatorError if no used block starts there (freed twice, or never handed out). O(orders).
         """
         used = self._used
-        try:
-            value = used[start]
-        except IndexError:
-            value = 0
-        if not value or start < 0:
-            raise AllocatorError(f"no used block starts at unit {start}: freed twice, or never allocated")
+        order = used[start] - 1 if 0 <= start < self.num_units else -1
+        if order < 0:
+            raise AllocatorError(f"{self._unit} {start} is freed twice, or was never allocated")
         used[start] = 0
-        order = value - 1
         size = 1 << order
         self._free_units += size
         for starts in self._mergeable[order]:
@@ -160,17 +155,14 @@ class BuddyAllocator:
         """
         if count < 1 or order < 0 or room < 0:
             raise ValueError(f"need count >= 1, order >= 0, room >= 0, got {count}, {order}, {room}")
-        shortest = order + (count - 1).bit_length()
         roomy = order + (count + room - 1).bit_length()
         free, top = self._free, self.max_order
         k = roomy
         while k <= top and not free[k]:
             k += 1
         if k > top:  # nowhere with that much room: then the longest block there is
-            k = min(roomy - 1, top)
-            while k >= shortest and not free[k]:
-                k -= 1
-            if k < shortest:
+            k = order + self.longest_run(order).bit_length() - 1
+            if k < order + (count - 1).bit_length():
                 raise OutOfUnits(self._shortage(count, order))
         start, _ = free[k].popitem()
         # [start, start + units)         blocks of `order`, ours
@@ -194,21 +186,17 @@ class BuddyAllocator:
         """
         if order < 0 or start < 0 or start >> order << order != start:
             raise ValueError(f"start must be a multiple >= 0 of 2^order, got start {start}, order {order}")
-        if start >= self.num_units:
-            return False
         free = self._free
-        for k in range(order, self.max_order + 1):
-            first = start >> k << k
-            if first not in free[k]:
-                continue
-            del free[k][first]
-            while k > order:  # free the half that does not hold `start`
-                k -= 1
-                free[k][(start >> k ^ 1) << k] = None
-            self._used[start] = order + 1
-            self._free_units -= 1 << order
-            return True
-        return False
+        k = next((k for k in range(order, self.max_order + 1) if start >> k << k in free[k]), -1)
+        if k < 0:
+            return False
+        del free[k][start >> k << k]
+        while k > order:  # free the half that does not hold `start`
+            k -= 1
+            free[k][(start >> k ^ 1) << k] = None
+        self._used[start] = order + 1
+        self._free_units -= 1 << order
+        return True
 
     def halve(self, start: int) -> int:
         """Give back the upper half of the used block at `start`; returns where that began. The lower half stays used.
@@ -218,10 +206,10 @@ class BuddyAllocator:
         order = self.block_order(start) - 1
         if order < 0:
             raise AllocatorError(f"the block at unit {start} is one unit, which has no half")
-        self._used[start] = order + 1
-        self._free[order][start + (1 << order)] = None
-        self._free_units += 1 << order
-        return start + (1 << order)
+        upper = start + (1 << order)
+        self._used[start] = self._used[upper] = order + 1
+        self.free(upper)
+        return upper
 
     def double(self, start: int) -> bool:
         """Make the used block at `start`, a lower half, one with its buddy if that is free; says whether it did.
@@ -232,40 +220,20 @@ class BuddyAllocator:
         upper = start + (1 << order)
         if start >> order & 1 or not self.extend(upper, order):
             return False
-        self._used[upper] = 0
-        self._used[start] = order + 2
+        self._used[start], self._used[upper] = order + 2, 0
         return True
 
     def check(self) -> None:
-        """Assert the invariants of the module's docstring, with the blocks in the message. O(blocks log blocks)."""
-        blocks = self._blocks()
-        end = 0  # of the blocks so far
-        for start, order, kind in blocks:
-            size = 1 << order
-            assert start == end, f"blocks overlap or leave a gap at unit {min(start, end)}: {_text(blocks)}"
-            assert order <= self.max_order, f"block {start} is longer than 2^{self.max_order} units: {_text(blocks)}"
-            assert start % size == 0, f"block {start} is not aligned to its {size} units: {_text(blocks)}"
-            if kind == "free" and order < self.max_order:
-                assert start ^ size not in self._free[order], f"block {start} and its buddy are free: {_text(blocks)}"
-            end = start + size
-        assert end == self.num_units, f"the blocks end at {end} of {self.num_units} units: {_text(blocks)}"
-        free_units = sum(1 << order for _, order, kind in blocks if kind == "free")
-        assert free_units == self._free_units, f"{free_units} units free, counted {self._free_units}: {_text(blocks)}"
-
-    def _blocks(self) -> list[tuple[int, int, str]]:
-        """All blocks by start: (start, order, "used" or "free")."""
-        used = [(start, value - 1, "used") for start, value in enumerate(self._used) if value]
+        """Assert the invariants of the module's docstring, with the blocks in the message. O(blocks * orders)."""
+        used = [(start, self._used[start] - 1, "used") for start in self.used_blocks()]
         free = [(start, order, "free") for order, starts in enumerate(self._free) for start in starts]
-        return sorted(used + free)
+        text = ", ".join(f"{start} {kind} 2^{order}" for start, order, kind in sorted(used + free)[:64])
+        fresh = BuddyAllocator(self.num_units, self.max_order)
+        for start, order, _ in used:
+            fits = start >> order << order == start and fresh.extend(start, order)
+            assert fits, f"block {start} is not aligned, too long, or not alone there: {text}"
+        assert (self._free_units, self._free) == (fresh._free_units, fresh._free), f"free should be others: {text}"
 
     def _shortage(self, count: int, order: int) -> str:
-        return (
-            f"no free block holds {count} x 2^{order} units: {self._free_units} of {self.num_units} are free, "
-            f"the longest run has {self.longest_run(0)}"
-        )
-
-
-def _text(blocks: list[tuple[int, int, str]], limit: int = 64) -> str:
-    """The blocks for a message, e.g. "0 used 2^1, 2 free 2^0"; at most `limit` of them."""
-    text = ", ".join(f"{start} {kind} 2^{order}" for start, order, kind in blocks[:limit])
-    return text + (", ..." if len(blocks) > limit else "")
+        found = f"{self._free_units} of {self.num_units} are free, the longest run has {self.longest_run(0)}"
+        return f"no free block holds {count} x 2^{order} units: {found}"

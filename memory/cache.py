@@ -16,16 +16,15 @@ A page is exact while it is filled, and goes down the ladder of memory/policy.py
 what it becomes is one block (or two) of the same arena, so tiers have no boundaries between them. Full pages may belong
 to several sequences, and to the tree of prefixes (memory/prefix.py), whose pages go first when the pool is short.
 
-Invariants (`check()` asserts them):
+Invariants (tests/oracle/invariants.py asserts them):
   - a page id is free or has as many owners as sequences and trees hold it;
   - a sequence of n tokens has at least pages_for(n) pages, and the page that its next token goes to is exact and in no
     other sequence;
   - what a sequence and the tree both hold, the tree does not let go.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,9 +33,11 @@ from torch import Tensor
 
 from kernels.ops import AttentionPlan, Ops
 from memory.config import CacheConfig
+from memory.flash import FlashStore
 from memory.frames import Frames, OutOfPages, padded
 from memory.importance import AttentionRecord, Scorer
 from memory.prefix import CachedSequence, PrefixCache
+from memory.recall import Reads
 from memory.replacement import Replacement
 
 
@@ -51,16 +52,20 @@ class KVCache:
         ops: Ops,
         scorer: Scorer | None = None,
         fingerprint: bytes = b"",
+        flash: FlashStore | None = None,
     ) -> None:
-        """Allocates the arena. fingerprint: of the model, for the keys of prefixes. Raises CapacityError if the device
-        does not have the bytes."""
+        """Allocates the arena. fingerprint: of the model, for the keys of prefixes. flash: keeps their pages beyond the
+        pool and the process. Raises CapacityError if the device does not have the bytes."""
         self.config = config
         self.device = device
         self._frames = Frames(config, dtype, device, ops)
         self._replacement = Replacement(config, self._frames, scorer or Scorer())
         self.prefixes = PrefixCache(config, self._frames, fingerprint) if config.prefix_caching else None
+        self.flash = flash if config.prefix_caching else None
+        self.seconds_per_token = 0.0  # that computing takes; 0 as long as nobody knows
         self.layers = self._frames.layers
         self._planes = config.unit_total_bytes // config.unit_bytes
+        self.reads = Reads(config)
 
     @property
     def num_moves(self) -> int:
@@ -73,26 +78,37 @@ class KVCache:
         return max(self._frames.free_units(), 0) >> self.config.exact_order
 
     @property
-    def prefix_bytes(self) -> int:
-        """Of the resident bytes, those of pages that only later requests may need: the first to go."""
-        if self.prefixes is None:
-            return 0
-        return int(self._frames.costs(self.prefixes.idle_pages()).sum()) * self._planes
-
-    @property
     def resident_bytes(self) -> int:
         """Bytes allocated to pages and scales, whole blocks, and the frame table."""
         return self._frames.resident_bytes
 
     @property
-    def shared_bytes(self) -> int:
-        """Of the resident bytes, those in shared host memory."""
-        return self._frames.shared_bytes
-
-    @property
     def capacity_bytes(self) -> int:
         """Bytes of the whole pool and the frame table."""
         return self.config.num_units * self.config.unit_total_bytes + self._frames.table_bytes
+
+    def stats(self) -> dict[str, Any]:
+        """What the cache holds and did; the keys stay the same from version to version."""
+        copies = self._frames.copies
+        copied = self._frames.owners[copies.slots >= 0] if copies else np.zeros(0)
+        idle = self.prefixes.idle_pages() if self.prefixes else np.zeros(0, dtype=int)
+        return {
+            "kv_resident_bytes": self.resident_bytes,
+            "kv_prefix_bytes": int(self._frames.costs(idle).sum()) * self._planes,  # of these, no running request's
+            "kv_shared_bytes": self._frames.shared_bytes,  # of these, in shared host memory
+            "kv_capacity_bytes": self.capacity_bytes,
+            "kv_cold_bytes": copies.used_bytes
+            if copies
+            else 0,  # copies of what is compressed, beside the resident ones
+            # Copies that there would be if every sequence and prefix had its own, over those that there are.
+            "host_dedup_ratio": float(np.mean(copied)) if len(copied) else 1.0,
+            "kv_moves": self.num_moves,
+            "kv_promotions": self._replacement.num_promotions,  # of compressed pages to exact ones
+            "kv_bytes_per_token": self.config.token_bytes,
+            "kv_cache_usage": 1 - self.idle_units() / self.config.num_units,  # by running requests
+            "flash": self.flash.stats() if self.flash else {},
+            "compute_s_per_token": self.seconds_per_token,  # of prompts; flash is read where that is faster
+        } | self.reads.report(self.reads.counts)
 
     def report(self, sequence: CachedSequence) -> dict[str, Any]:
         """What the sequence holds, in tokens and bytes by tier; the keys stay the same from version to version."""
@@ -101,22 +117,25 @@ class KVCache:
         warm = bits < self.config.exact_bits
         warm_tokens = int(warm.sum()) * self.config.page_size
         resident = int(costs.sum())
+        copies = self._frames.copies
+        copied = 0 if copies is None else int(np.count_nonzero(copies.slots[pages] >= 0))
         return {
+            "page_size": self.config.page_size,
             "hot_tokens": sequence.length - warm_tokens,
             "warm_tokens": warm_tokens,
-            "cold_tokens": 0,
+            "cold_tokens": copied * self.config.page_size,  # that have a copy in the host's memory
             "hot_bytes": int(costs[~warm].sum()),
             "warm_bytes": int(costs[warm].sum()),
-            "cold_bytes": 0,
+            "cold_bytes": copied * self.config.copy_bytes,
             "pages_by_bits": {kind: int((bits == kind).sum()) for kind in np.unique(bits).tolist()},
             "resident_bytes": resident,  # of which other requests may hold a part too
-            "total_bytes": resident,
+            "total_bytes": resident + copied * self.config.copy_bytes,
             "full_bytes": sequence.length * self.config.token_bytes,
             "peak_bytes": max(sequence.peak_bytes, resident),
-            "moves": sequence.moves,  # of pages, each to a format below its own; none ever moves up
+            "moves": sequence.moves,  # of pages, each to a format below its own
             "warm_mass": sequence.warm_mass,
             "missed_mass": 0.0,  # no token is dropped: every query attends to all of them
-        }
+        } | self.reads.report(sequence.reads)
 
     def missing_pages(self, sequence: CachedSequence, length: int) -> int:
         """Exact pages that the sequence lacks for `length` tokens."""
@@ -147,7 +166,7 @@ class KVCache:
         for page in sequence.pages:
             self._frames.free(page)
         del sequence.pages[:]
-        sequence.length = 0
+        sequence.length = sequence.stored = 0
         sequence.attention = AttentionRecord()
 
     # What requests share.
@@ -166,6 +185,10 @@ class KVCache:
         if self.prefixes is None:
             return
         match = self.prefixes.match(tokens, salt, exact)
+        if self.flash is not None:
+            stored = self.flash.match(self.prefixes.namespace(salt), array("i", tokens).tobytes())
+            if len(stored) > len(match.values):  # the whole of the page that the tail is of, and more
+                match = match._replace(tail=None, length=len(match.values) * self.config.page_size)
         if not match.length:
             return
         self.free(sequence)  # a step that failed may have left pages reserved
@@ -178,7 +201,9 @@ class KVCache:
             except OutOfPages:
                 pass  # then these few tokens are computed again
             else:
-                self._frames.copy(sequence.pages[-1], match.tail, match.length % self.config.page_size)
+                values, lossy = self._frames.read(match.tail)
+                rest = match.length % self.config.page_size
+                self._frames.write(sequence.pages[-1], values[..., :rest, :], lossy)
                 sequence.length = match.length
             finally:
                 self._frames.free(match.tail)
@@ -191,6 +216,46 @@ class KVCache:
         score = float(self._replacement.scores(sequence).mean()) if measured else 0.0
         self.prefixes.keep(sequence, tokens, salt, score)
 
+    def store(self, sequence: CachedSequence, tokens: list[int], salt: str = "") -> None:
+        """Have flash keep the sequence's full pages, as far as what was written to them is still known."""
+        full = sequence.length // self.config.page_size
+        if self.flash is None or self.prefixes is None or full == sequence.stored:
+            return
+        key, namespace = array("i", tokens[: full * self.config.page_size]).tobytes(), self.prefixes.namespace(salt)
+        sequence.stored = full
+        for page in range(len(self.flash.match(namespace, key)), full):
+            if not self._frames.is_known(sequence.pages[page]):
+                break
+            values, lossy = self._frames.read(sequence.pages[page])
+            self.flash.write(namespace, key, page, values.cpu().contiguous().view(torch.uint8).numpy().data, lossy)
+
+    def fetch(
+        self, sequence: CachedSequence, tokens: list[int], salt: str, exact: bool, others: Sequence[CachedSequence]
+    ) -> None:
+        """Read the pages that follow the sequence's from flash, as far as it has them, unless computing them is faster.
+        What has to go down for it are pages of the others and, if they are settled, of this one."""
+        size = self.config.page_size
+        if self.flash is None or self.prefixes is None or sequence.length % size:
+            return
+        found = self.flash.match(self.prefixes.namespace(salt), array("i", tokens).tobytes())[sequence.length // size :]
+        known = self.flash.stats()
+        if not found or 0 < size * self.seconds_per_token * known.get("hits", 0) < known["read_seconds"]:
+            return
+        shape = self._frames.page_shape
+        for record in found:
+            try:
+                self.make_room(1, others)
+                self.reserve(sequence, sequence.length + size)
+            except OutOfPages:
+                break
+            page = self.flash.read(record)
+            if page is None or (exact and page[1]):
+                break
+            values = torch.frombuffer(bytearray(page[0]), dtype=torch.uint8).view(self.layers[0].k.dtype).view(shape)
+            self._frames.write(sequence.pages[sequence.length // size], values, page[1])
+            sequence.length += size
+            self.settle(others)
+
     def forget(self, sequences: Sequence[CachedSequence] = ()) -> None:
         """Let go of every prefix that no sequence holds, but these."""
         if self.prefixes is not None:
@@ -200,8 +265,9 @@ class KVCache:
     # What the budget moves.
 
     def settle(self, sequences: Sequence[CachedSequence]) -> None:
-        """Compress what the budget asks of the running sequences, after a step."""
+        """Compress what the budget asks of the running sequences, after a step; make exact what there is room for."""
         self._replacement.settle(sequences)
+        self._replacement.promote(sequences)
 
     def obtainable_pages(self, sequences: Sequence[CachedSequence]) -> int:
         """Exact pages there could be beside what the sequences hold, once that is as small as it can be."""
@@ -260,6 +326,7 @@ class KVCache:
             max_exact_len=max(exact_lens),
             pieces=tuple(pieces),
             warm=tuple(self._frames.warm_pages(tables, bits) for bits in present),
+            recall=self.reads.plan(sequences, counts, exact_lens, self.device),
         )
 
     def observe(self, sequences: Sequence[CachedSequence], plan: AttentionPlan, shares: list[np.ndarray]) -> None:
@@ -293,22 +360,6 @@ class KVCache:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
-
-    def check(self, sequences: Iterable[CachedSequence]) -> None:
-        """Assert the invariants; `sequences` are all that are alive."""
-        sequences = list(sequences)
-        used = [page for sequence in sequences for page in sequence.pages]
-        if self.prefixes is not None:
-            self.prefixes.tree.check()
-            used += self.prefixes.pages().tolist()
-        self._frames.check(used)
-        filled: list[int] = []
-        for sequence in sequences:
-            assert len(sequence.pages) >= self.config.pages_for(sequence.length), "a sequence lacks pages"
-            if sequence.length % self.config.page_size:
-                filled.append(sequence.pages[sequence.length // self.config.page_size])
-                assert self._frames.is_exact(filled[-1]), "a page that is being filled is compressed"
-        assert len(set(filled)) == len(filled), "two sequences fill one page"
 
 
 def _pieces(frames: np.ndarray, length: int, page_size: int) -> tuple[tuple[int, int], ...]:

@@ -1,7 +1,5 @@
 """The shape and size of the KV cache, and what moves its pages, in plain numbers (no torch)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 WARM_BITS = (8, 4, 3, 2)  # the formats below exact, each a step further down
@@ -23,21 +21,32 @@ class TierConfig:
     hot_ratio: float = 0.0  # where above 0, tiers are shares of the pages: the highest scores stay exact, ...
     cold_ratio: float = 0.0  # ... the lowest have 2 bits, and those between 4, whatever the budget
     importance: str = "score"  # score | random | none (the older, the less important)
+    recalled: bool = False  # queries read what they attend to most from exact copies
     shared: bool = False  # compressed pages lie in shared host memory
 
     def __post_init__(self) -> None:
         if self.budget is not None and not 0 < self.budget <= 1:
             raise ValueError(f"need a budget above 0, up to 1, got {self.budget}")
-        for name in (
-            "hot_threshold",
-            "evict_threshold",
-            "warm_threshold",
-            "warm_layer_ratio",
-            "hot_ratio",
-            "cold_ratio",
-        ):
+        names = ("hot_threshold", "evict_threshold", "warm_threshold", "warm_layer_ratio", "hot_ratio", "cold_ratio")
+        for name in names:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"need {name} from 0 to 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ColdConfig:
+    """What is kept below the cache of the pages that it compresses, and how much of it queries read. Raises
+    ValueError."""
+
+    format: str  # exact | int8
+    capacity_bytes: int
+    recall: float = 0.0  # tokens that a query reads exact, for each KV head, as a fraction of all it attends to
+    block: int = 16  # consecutive queries of a prompt that read the same tokens
+    exclusive: bool = False  # a page that is made exact again loses its copy
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.recall <= 1 and self.block >= 1):
+            raise ValueError(f"need recall from 0 to 1 and blocks of 1 query at least, got {self.recall}, {self.block}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,7 @@ class CacheConfig:
     capacity_bytes: int  # the pool; rounded down to whole pages
     page_size: int = 64  # tokens
     tiers: TierConfig | None = None  # None: every page stays exact
+    cold: ColdConfig | None = None  # None: what compressing rounds away is gone
     poison: bool = False  # for debugging: what is freed is overwritten with NaN
     prefix_caching: bool = False  # what sequences leave behind serves those that begin alike
     eviction_policy: str = "importance"  # importance | lru: which prefixes go first
@@ -77,6 +87,13 @@ class CacheConfig:
     def page_bytes(self) -> int:
         """Bytes of one exact page, all layers, K and V."""
         return self.page_size * self.token_bytes
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of one page's copy in the host's memory."""
+        if self.cold is None or self.cold.format == "exact":
+            return self.page_bytes
+        return self.page_bytes // (self.head_dim * self.itemsize) * (self.head_dim + 2)
 
     @property
     def num_pages(self) -> int:
@@ -155,9 +172,8 @@ class CacheConfig:
         """Whether sequences that grow to so many tokens can make pages go down."""
         if self.tiers is None:
             return False
-        exact = min(
-            1 << 62 if self.tiers.hot_layer_size is None else self.tiers.hot_layer_size, self.num_pages * self.page_size
-        )
+        bounds = (self.tiers.hot_layer_size, self.num_pages * self.page_size)
+        exact = min(bound for bound in bounds if bound is not None)
         pages = sum(map(self.pages_for, most_tokens))
         return (self.tiers.budget or 1) < 1 or self.tiers.hot_ratio > 0 or pages * self.page_size > exact
 

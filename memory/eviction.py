@@ -30,8 +30,6 @@ Half of the way to the optimum is out of reach for what a page's uses tell: hold
 best in hindsight gives .088 .178 .306.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from zlib import crc32
@@ -54,14 +52,10 @@ class LeastRecentlyUsed:
         """The priority of a leaf."""
         return node.last_used
 
-    def used(self, pages: Sequence[int]) -> None:
+    def used(self, *_: object) -> None:
         """Does nothing: the tree's clock is enough."""
 
-    def added(self, key: bytes, namespace: bytes, pages: Sequence[int]) -> None:
-        """Does nothing."""
-
-    def removed(self, page: int) -> None:
-        """Does nothing."""
+    added = removed = used
 
 
 class Importance:
@@ -74,11 +68,10 @@ class Importance:
     def __init__(self, num_pages: int, page_bytes: int, even: float) -> None:
         self._page_bytes, self._even = page_bytes, even
         self._clock = self._due = 0  # in pages asked for
-        self._hits = np.zeros(num_pages, dtype=np.int64)
-        self._last = np.zeros(num_pages, dtype=np.int64)
+        self._seen = np.zeros(num_pages, dtype=np.int64)  # last use * 256 + uses
         self._mark = np.zeros(num_pages, dtype=np.uint32)  # of all that the page covers; 0: unknown, or not full yet
         self._gone = np.zeros(_REMEMBERED * num_pages, dtype=np.uint32)  # marks; of two for a place the newer one stays
-        self._known = np.zeros(len(self._gone), dtype=np.int64)  # of these: last * 256 + hits
+        self._known = np.zeros(len(self._gone), dtype=np.int64)  # what was seen of these
         likely = (np.arange(_CLASSES) + 1) / (np.arange(_CLASSES) + 2)  # after so many uses another: Laplace's rule
         self._prior = np.outer(likely, np.full(_AGES, _PRIOR / _AGES))
         self._again = self._prior.copy()  # uses of class c at an age of bit length a
@@ -87,23 +80,22 @@ class Importance:
 
     def keep(self, node: Node[int]) -> float:
         """The priority of the leaf's last page. O(1)."""
-        page = node.values[-1]
-        age = self._clock - int(self._last[page])
-        hits = int(self._hits[page])
+        last, hits = divmod(int(self._seen[node.values[-1]]), 256)
+        age = self._clock - last
         density: float = self._density[min(hits.bit_length(), _CLASSES - 1)][min(age.bit_length(), _AGES - 1)]
         return density * (1 + node.score) * (1 + node.end / self._even)
 
     def used(self, pages: Sequence[int]) -> None:
         """A request begins with these pages."""
         ids = np.asarray(pages, dtype=np.int64)
-        self._enter(ids, self._hits[ids], self._last[ids])
+        self._enter(ids, self._seen[ids])
 
     def added(self, key: bytes, namespace: bytes, pages: Sequence[int]) -> None:
         """The tree has these pages for this key, the last one perhaps not full; those that are new to us begin."""
         size, ids = self._page_bytes, np.asarray(pages, dtype=np.int64)
         rest, ids = ids[len(key) // size :], ids[: len(key) // size]
         rest = rest[self._mark[rest] == 0]
-        self._last[rest], self._hits[rest] = self._clock, 0
+        self._seen[rest] = self._clock * 256
         new = np.flatnonzero(self._mark[ids] == 0)
         if len(new):
             first = int(new[0])
@@ -112,24 +104,22 @@ class Importance:
             marks = np.fromiter(accumulate(parts, lambda mark, part: crc32(part, mark), initial=start), np.int64)
             marks, ids = marks[new - first + 1], ids[new]
             self._mark[ids], place = marks, marks % len(self._gone)
-            gone, known = self._gone[place] == marks, self._known[place]
-            self._enter(ids, np.where(gone, known % 256, -1), np.where(gone, known // 256, self._clock))
+            self._enter(ids, np.where(self._gone[place] == marks, self._known[place], -1))
 
     def removed(self, page: int) -> None:
         """The tree has let go of it; what is known of it is remembered."""
-        mark = int(self._mark[page])
-        if mark:
+        if mark := int(self._mark[page]):
             place = mark % len(self._gone)
-            self._gone[place] = mark
-            self._known[place] = int(self._last[page]) * 256 + min(int(self._hits[page]), 255)
+            self._gone[place], self._known[place] = mark, self._seen[page]
             self._mark[page] = 0
 
-    def _enter(self, ids: np.ndarray, hits: np.ndarray, last: np.ndarray) -> None:
-        """Another use of pages that had so many (-1: not even the first), or their first."""
-        known = hits >= 0
-        np.add.at(self._again, (_classes(hits[known]), _bits(self._clock - last[known])), 1)
-        self._ever += np.bincount(_classes(hits + 1), minlength=_CLASSES)
-        self._hits[ids], self._last[ids] = hits + 1, self._clock
+    def _enter(self, ids: np.ndarray, seen: np.ndarray) -> None:
+        """Another use of pages of which that was seen (-1: not even the first use), or their first."""
+        known = seen[seen >= 0]
+        np.add.at(self._again, (_bits(known % 256, _CLASSES), _bits(self._clock - known // 256, _AGES)), 1)
+        hits = np.where(seen < 0, 0, np.minimum(seen % 256 + 1, 255))
+        self._ever += np.bincount(_bits(hits, _CLASSES), minlength=_CLASSES)
+        self._seen[ids] = self._clock * 256 + hits
         self._clock += len(ids)
         if self._clock >= self._due:
             self._learn()
@@ -139,24 +129,18 @@ class Importance:
         uses = self._again / np.maximum(self._ever, self._again.sum(1))[:, None]
         alive = np.maximum(1 - uses.cumsum(1), 0) + uses / 2  # in the middle of each age
         waits = alive * np.diff(2.0 ** np.arange(_AGES + 1) // 2)
-        gains, costs = (np.pad(np.cumsum(x, 1), ((0, 0), (1, 0))) for x in (uses, waits))
-        until, now = (slice(None), None, slice(1, None)), (slice(None), slice(-1), None)
+        sums = np.pad(np.cumsum([uses, waits], 2), ((0, 0), (0, 0), (1, 0)))
+        gains, costs = sums[:, :, None, 1:] - sums[:, :, :-1, None]  # from any age to any other
         with np.errstate(invalid="ignore", divide="ignore"):
-            ratio = (gains[until] - gains[now]) / (costs[until] - costs[now])
-        self._density = np.where(np.triu(np.ones((_AGES, _AGES), dtype=bool)), ratio, 0).max(2).tolist()
+            self._density = np.triu(gains / costs).max(2).tolist()
         self._again += (self._prior - self._again) * _FORGET
         self._ever += (_PRIOR - self._ever) * _FORGET
-        self._due = self._clock + len(self._hits) // 4
+        self._due = self._clock + len(self._seen) // 4
 
 
-def _bits(numbers: np.ndarray) -> np.ndarray:
-    """The bit length of each."""
-    found: np.ndarray = np.minimum(np.frexp(numbers)[1], _AGES - 1)
-    return found
-
-
-def _classes(hits: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.minimum(np.frexp(hits)[1], _CLASSES - 1)
+def _bits(numbers: np.ndarray, most: int) -> np.ndarray:
+    """The bit length of each, of `most` different ones."""
+    found: np.ndarray = np.minimum(np.frexp(numbers)[1], most - 1)
     return found
 
 

@@ -15,7 +15,7 @@ K, for V and in every head, so one allocation and one table entry place it every
 is [page_size, head_dim], and frames side by side are one contiguous run of tokens. That is why growth asks for the unit
 behind the last page first: attention on a CPU reads a sequence piece by piece, and a GPU tile is one block copy.
 
-Invariants (`check()` asserts them):
+Invariants (tests/oracle/invariants.py asserts them):
   - a page in use has blocks of its format's orders (an exact one that is half filled perhaps the lower half only), and
     a record exactly if it is compressed; no unit has two owners;
   - what a page's entries say beyond that is stale and never read.
@@ -26,8 +26,6 @@ scales in a slab of their own: a tenth of the pool would be set aside for pages 
 are cut from units of the arena instead.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,6 +33,7 @@ from torch import Tensor
 from kernels.ops import LayerCache, Ops, WarmPages
 from memory.arena import Arena
 from memory.buddy import OutOfUnits
+from memory.cold import HostCopies
 from memory.config import WARM_BITS, CacheConfig
 from memory.errors import AllocatorError
 
@@ -42,8 +41,7 @@ from memory.errors import AllocatorError
 _MOVE_ELEMENTS = 1 << 22
 
 
-class OutOfPages(Exception):
-    """The pool has too few free pages. Normal flow: the scheduler waits or makes room, and retries."""
+OutOfPages = OutOfUnits  # Normal flow: the scheduler waits or makes room, and retries.
 
 
 class Frames:
@@ -61,8 +59,13 @@ class Frames:
         self._warm = Arena(config, 2 * config.num_units, device, shared=True) if shared else self._exact
         shape = (config.num_layers, 2, config.num_kv_heads, -1, config.page_size, config.head_dim)
         self._frames = self._exact.bytes.view(dtype).view(shape)
-        self.layers = [LayerCache(*exact, *units) for exact, units in zip(self._frames, self._warm.bytes, strict=True)]
         count = config.num_units // (WARM_BITS[-1] if config.tiers else config.exact_bits)
+        self.copies = HostCopies(config, count, dtype, device) if config.cold else None
+        rows = self.copies.rows.unbind(1) if self.copies else [None] * config.num_layers
+        self.layers = [
+            LayerCache(k, v, units_k, units_v, copies)
+            for (k, v), (units_k, units_v), copies in zip(self._frames, self._warm.bytes, rows, strict=True)
+        ]
         self.bits = np.zeros(count, dtype=np.uint8)
         self._start = np.zeros(count, dtype=np.int32)
         self._high = np.zeros(count if config.tiers else 0, dtype=np.int32)
@@ -96,22 +99,29 @@ class Frames:
     @property
     def table_bytes(self) -> int:
         tables = (self.bits, self._start, self._high, self._record)
-        return sum(table.nbytes for table in (tables if self.config.tiers else tables[1:2]))
+        slots = self.copies.slots.nbytes if self.copies else 0
+        return slots + sum(table.nbytes for table in (tables if self.config.tiers else tables[1:2]))
 
     def alloc(self, after: int | None, missing: int, room: int) -> list[int]:
         """`missing` exact pages: behind the page `after` while there is place, else in runs as long as can be, with
         room for further ones behind. Raises OutOfPages, and changes nothing, if the pool is short."""
         if missing > len(self._free_pages):
             raise OutOfPages(f"{missing} pages wanted, {len(self._free_pages)} of {len(self.bits)} free")
+        allocator, order = self._exact.allocator, self.config.exact_order
         last = int(self._start[after]) if after is not None and self.is_exact(after) else None
         starts: list[int] = []
         try:
-            self._place(starts, last, missing, room)
-        except BaseException as error:
+            while (left := missing - len(starts)) > 0:
+                if last is not None and allocator.extend(last + (1 << order), order):
+                    first, count = last + (1 << order), 1
+                else:
+                    count = min(left, max(1, allocator.longest_run(order)))
+                    first = allocator.alloc_run(count, order, room=room + left - count)
+                starts.extend(range(first, first + (count << order), 1 << order))
+                last = starts[-1]
+        except BaseException:
             for start in starts:
                 self._exact.free(start)
-            if isinstance(error, OutOfUnits):
-                raise OutOfPages(str(error)) from None
             raise
         pages = [self._free_pages.pop() for _ in starts]
         self._start[pages] = starts
@@ -119,22 +129,6 @@ class Frames:
         self.owners[pages] = 1
         self.lossy[pages] = False
         return pages
-
-    def _place(self, starts: list[int], last: int | None, missing: int, room: int) -> None:
-        """Append the first units of `missing` frames."""
-        allocator, order = self._exact.allocator, self.config.exact_order
-        step = 1 << order
-        while missing:
-            if last is not None and allocator.extend(last + step, order):
-                last += step
-                starts.append(last)
-                missing -= 1
-                continue
-            count = min(missing, max(1, allocator.longest_run(order)))
-            first = allocator.alloc_run(count, order, room=room + missing - count)
-            starts.extend(range(first, first + count * step, step))
-            last = starts[-1]
-            missing -= count
 
     def is_exact(self, page: int) -> bool:
         return int(self.bits[page]) == self.config.exact_bits
@@ -162,10 +156,7 @@ class Frames:
         """Give a halved page a whole frame, where it is if that is free, else elsewhere. Raises OutOfPages."""
         start, order = int(self._start[page]), self.config.exact_order
         if not self._exact.allocator.double(start):
-            try:
-                new = self._exact.allocator.alloc(order)
-            except OutOfUnits as error:
-                raise OutOfPages(str(error)) from None
+            new = self._exact.allocator.alloc(order)
             half = 1 << order - 1
             self._exact.bytes[:, :, :, new : new + half] = self._exact.bytes[:, :, :, start : start + half]
             self._exact.free(start)
@@ -189,11 +180,44 @@ class Frames:
         assert self.owners[pages].all(), "a page that nobody owns is shared"
         self.owners[pages] += 1
 
-    def copy(self, page: int, source: int, num_tokens: int) -> None:
-        """Give an exact page the first tokens of another one."""
-        target, origin = (int(self._start[p]) >> self.config.exact_order for p in (page, source))
-        self._frames[:, :, :, target, :num_tokens] = self._frames[:, :, :, origin, :num_tokens]
-        self.lossy[page] = self.lossy[source]
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """Of what `read` gives and `write` takes."""
+        return (*self._frames.shape[:3], *self._frames.shape[4:])
+
+    def is_known(self, page: int) -> bool:
+        """Whether what was written to the page is still there to be read, in it or in its copy."""
+        return self.is_exact(page) or (self.copies is not None and self.copies.exact and self.copies.slots[page] >= 0)
+
+    def read(self, page: int) -> tuple[Tensor, bool]:
+        """What was written to a page that `is_known`, [layers, 2, KV heads, page_size, D], and whether it was computed
+        over rounded K and V."""
+        if self.is_exact(page):
+            return self._frames[:, :, :, int(self._start[page]) >> self.config.exact_order], bool(self.lossy[page])
+        assert self.copies is not None
+        return self.copies.get(np.array([page]))[:, :, :, 0], bool(self.copies.lossy[page])
+
+    def write(self, page: int, values: Tensor, lossy: bool) -> None:
+        """Give an exact page its first tokens, [layers, 2, KV heads, tokens, D]."""
+        target = int(self._start[page]) >> self.config.exact_order
+        self._frames[:, :, :, target, : values.shape[3]] = values
+        self.lossy[page] = lossy
+
+    def restore(self, page: int) -> bool:
+        """Make a compressed page what it was, by its copy; says whether there was a frame for it."""
+        assert self.copies is not None
+        values, lossy = self.read(page)
+        try:
+            start = self._exact.allocator.alloc(self.config.exact_order)
+        except OutOfPages:
+            return False
+        self._free_codes(page)
+        self._warm.free_record(int(self._record[page]))
+        self.bits[page], self._start[page] = self.config.exact_bits, start
+        self.write(page, values, lossy)
+        if self.config.cold and self.config.cold.exclusive:
+            self.copies.drop(page)
+        return True
 
     def free(self, page: int) -> None:
         """Take one owner from the page; with the last one everything that it has. AllocatorError if it has none."""
@@ -205,6 +229,8 @@ class Frames:
         self._free_codes(page)
         if not self.is_exact(page):
             self._warm.free_record(int(self._record[page]))
+        if self.copies is not None:
+            self.copies.drop(page)
         self._halves.discard(page)
         self.bits[page] = 0
         self._free_pages.append(page)
@@ -227,13 +253,19 @@ class Frames:
     def _compress_some(self, pages: np.ndarray, source: int, bits: int) -> None:
         """Pages of one format; few enough for the temporary copies that are made of them."""
         assert bits < source
+        lossy = self.lossy[pages]
         self.lossy[pages] = True
         shape = (self.config.num_layers, self.config.num_kv_heads, len(pages), -1)
-        kept = []
+        kept, exact = [], None
+        if source == self.config.exact_bits:
+            exact = self._frames.index_select(3, self._tensor(self._start[pages] >> self.config.exact_order))
+            if self.copies is not None:
+                self.copies.put(pages, exact, lossy)
+        elif self.copies is not None and self.copies.exact and (self.copies.slots[pages] >= 0).all():
+            exact = self.copies.get(pages).to(self.device)  # so that rounding does not add up
         for plane in range(2):
-            if source == self.config.exact_bits:
-                frames = self._tensor(self._start[pages] >> self.config.exact_order)
-                x = self._frames[:, plane].index_select(2, frames).flatten(0, 2)
+            if exact is not None:
+                x = exact[:, plane].flatten(0, 2)
             else:
                 codes = [runs[:, plane].index_select(2, index) for runs, index in self._code_runs(pages, source)]
                 records, index = self._warm.records(), self._tensor(self._record[pages])
@@ -273,7 +305,7 @@ class Frames:
         three, warm = mine[self.bits[mine] == 3], mine[self.bits[mine] < self.config.exact_bits]
         exact = mine[self.bits[mine] == self.config.exact_bits].tolist()
         frames = {int(self._start[page]): page in self._halves for page in exact}
-        places = self._exact.compact(np.concatenate([self._start[mine], self._high[three]]), frames)
+        places = self._exact.compact(frames)
         self._start[mine] = places[self._start[mine]]
         self._high[three] = places[self._high[three]]
         self._record[warm] = self._exact.moved_records(self._record[warm], places)
@@ -293,36 +325,11 @@ class Frames:
             high=self._tensor(padded([self._high[mine] for mine in pages])) if bits == 3 else None,
             records=self._tensor(padded([self._record[mine] for mine in pages])),
             counts=self._tensor(np.array([len(mine) for mine in pages], dtype=np.int32)),
+            copies=self._tensor(padded([self.copies.slots[mine] for mine in pages])) if self.copies else None,
         )
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
-
-    def check(self, used: list[int]) -> None:
-        """Assert the invariants; `used` are the pages of all owners, one entry for each."""
-        owners = np.bincount(np.array(used, dtype=np.int64), minlength=len(self.bits))
-        assert (owners == self.owners).all(), "owners of pages are counted wrong"
-        used = np.flatnonzero(owners).tolist()
-        assert sorted(used + self._free_pages) == list(range(len(self.bits))), "a page is lost, or free and in use"
-        exact: list[int] = []
-        warm: list[int] = []
-        records: list[int] = []
-        for page in used:
-            bits, start = int(self.bits[page]), int(self._start[page])
-            arena, blocks = (self._exact, exact) if self.is_exact(page) else (self._warm, warm)
-            assert arena.allocator.block_order(start) + self.is_half(page) == _order(bits), (
-                "a frame has the wrong order"
-            )
-            blocks.append(start)
-            if bits == 3:
-                blocks.append(int(self._high[page]))
-            if not self.is_exact(page):
-                records.append(int(self._record[page]))
-        if self._warm is self._exact:
-            self._exact.check(exact + warm, records)
-        else:
-            self._exact.check(exact, [])
-            self._warm.check(warm, records)
 
 
 def _order(bits: int) -> int:

@@ -5,8 +5,6 @@ attended to all tokens alike. So one scorer serves any model, depth, number of h
 page has no advantage over a young one (plain sums of attention favour what has been there long).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -67,14 +65,12 @@ def page_ages(num_pages: int, page_size: int, length: int) -> np.ndarray:
 
 def score_pages(scorer: Scorer, record: AttentionRecord, ages: np.ndarray, importance: str) -> np.ndarray:
     """Scores [pages] float64 by the setting: score, random (the same for a page whenever it is asked), none."""
-    count = len(ages)
     if importance == "none":
-        return np.zeros(count)
+        return np.zeros(len(ages))
     if importance == "random":
-        return np.random.default_rng(0).random(count)
-    features = np.zeros((count, NUM_FEATURES), dtype=np.float32)
-    known = record.features[:count]
-    features[: len(known)] = known
+        return np.random.default_rng(0).random(len(ages))
+    new = max(len(ages) - len(record.features), 0)  # pages that no step has observed yet
+    features = np.pad(record.features[: len(ages)], ((0, new), (0, 0)))
     with torch.inference_mode():
         scores: Tensor = scorer(torch.from_numpy(features), torch.from_numpy(ages).float())
         return scores.double().numpy()

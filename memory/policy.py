@@ -6,7 +6,8 @@
 When the pages take more than the limit, the ladder is walked one step at a time: all exact pages may fall to 8 bits
 before the first falls to 4, so that the worst page of a sequence is as good as it can be. Pages at or above
 `hot_threshold` stay a step above the others, and the page with the attention sinks stays at 8 bits: what it loses, all
-later tokens lose (at 3 bits from the start of a text, the text is lost: a KL of 0.2). Within a step the lowest scores
+later tokens lose (at 3 bits from the start of a text, the text is lost: a KL of 0.2); unless queries recall what they
+attend to most, then it is a step above the others like those. Within a step the lowest scores
 go first and the newest tokens last. No page moves while all fit.
 
 Moves that are not needed (`evict_threshold`, `warm_threshold`) are made only in a step that needed one, and boundedly:
@@ -16,9 +17,6 @@ Rejected: keeping the newest pages exact and the others at 4 bits. A page kept e
 three kept at 8, and a whole cache at 8 bits has a KL of 0.5e-3 where rounding alone has 0.4e-3 (README).
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,8 +34,7 @@ class Move(NamedTuple):
     bits: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pages:
+class Pages(NamedTuple):
     """The pages that may move, by any number of sequences; arrays of one length."""
 
     scores: np.ndarray  # float, in [0, 1]; NaN counts as 0
@@ -51,17 +48,20 @@ class Pages:
 def plan(pages: Pages, costs: dict[int, int], excess: int, exact_excess: int, tiers: TierConfig) -> list[Move]:
     """Moves that free at least `excess` bytes, or all that can be freed; and that take at least `exact_excess` pages
     out of the exact ones. costs: bytes of a page of each format."""
-    bits = _by_shares(pages, tiers) if tiers.hot_ratio else pages.bits.copy()
+    bits, scores = pages.bits.copy(), np.nan_to_num(pages.scores, nan=0.0)
+    if tiers.hot_ratio:  # fixed shares of the pages: the best stay exact, the lowest have 2 bits, the others 4
+        lowest = np.lexsort((-pages.ages, scores))
+        for share, step in ((np.ceil(len(bits) * (1 - tiers.hot_ratio)), 4), (len(bits) * tiers.cold_ratio, 2)):
+            bits[lowest[: int(share)]] = np.minimum(bits[lowest[: int(share)]], step)
     sizes = np.zeros(max(costs) + 1)
     sizes[list(costs)] = list(costs.values())
     excess -= int(((sizes[pages.bits] - sizes[bits]) * pages.shares).sum())
-    scores = np.nan_to_num(pages.scores, nan=0.0)
     hot = pages.sinks | (scores >= tiers.hot_threshold)
     # Lowest score first; of equal ones the oldest, so that without scores this is first in, first down.
     order = np.lexsort((-pages.ages, scores, pages.recent))
     for step, of_hot in _LADDER:
         movable = (bits > step) & (hot == of_hot)
-        if step < WARM_BITS[0]:
+        if step < WARM_BITS[0] and not tiers.recalled:
             movable &= ~pages.sinks
         above = order[movable[order]]
         saved = np.cumsum((sizes[bits[above]] - sizes[step]) * pages.shares[above])
@@ -77,14 +77,3 @@ def plan(pages: Pages, costs: dict[int, int], excess: int, exact_excess: int, ti
             bits[above[:needed]] = step
             bits[ahead] = step
     return [Move(int(i), int(bits[i])) for i in np.flatnonzero(bits != pages.bits)]
-
-
-def _by_shares(pages: Pages, tiers: TierConfig) -> np.ndarray:
-    """Bits by fixed shares of the pages: the best stay exact, the lowest have 2, the others 4. Downwards only."""
-    order = np.lexsort((-pages.ages, np.nan_to_num(pages.scores, nan=0.0)))
-    lowest, warm = int(len(order) * tiers.cold_ratio), int(np.ceil(len(order) * (1 - tiers.hot_ratio)))
-    targets = pages.bits.copy()
-    targets[order[:warm]] = 4
-    targets[order[:lowest]] = 2
-    lower: np.ndarray = np.minimum(targets, pages.bits)
-    return lower

@@ -15,10 +15,9 @@ Rejected: sharing whole pages only (a system prompt of 1,000 tokens would lose 4
 the tree when it ends (requests that arrive together would share nothing).
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,7 +36,7 @@ _EVEN = 8192.0
 class CachedSequence:
     """The cached tokens of one request: `length` of them, in the order of `pages`."""
 
-    __slots__ = ("attention", "held", "length", "moves", "pages", "peak_bytes", "warm_mass")
+    __slots__ = ("attention", "held", "length", "moves", "pages", "peak_bytes", "reads", "stored", "warm_mass")
 
     def __init__(self) -> None:
         self.pages = array("i")
@@ -46,6 +45,8 @@ class CachedSequence:
         self.held: Match | None = None  # of the tree of prefixes, which keeps it
         self.moves = 0
         self.peak_bytes = 0  # of its pages, the chunk in flight included
+        self.reads: Counter[str] = Counter()  # see memory/recall.py
+        self.stored = 0  # pages that are on flash, or cannot be
         self.warm_mass = 0.0  # share of the attention observed last that went to compressed pages
 
 
@@ -53,15 +54,11 @@ class PrefixCache:
     """The tree, as one of the owners of its pages."""
 
     def __init__(self, config: CacheConfig, frames: Frames, fingerprint: bytes) -> None:
-        page_bytes = config.page_size * array("i").itemsize
-        self._policy = policy(config.eviction_policy, len(frames.bits), page_bytes, _EVEN)
+        self._page_size = size = config.page_size
+        self._policy = policy(config.eviction_policy, len(frames.bits), size * array("i").itemsize, _EVEN)
         self.tree: RadixTree[int] = RadixTree(
-            config.page_size,
-            max_children=config.max_prefix_children,
-            max_depth=config.max_prefix_depth,
-            keep=self._policy.keep,
+            size, max_children=config.max_prefix_children, max_depth=config.max_prefix_depth, keep=self._policy.keep
         )
-        self._page_size = config.page_size
         self._frames = frames
         self._kept = np.zeros(len(frames.bits), dtype=np.int32)  # whether the tree is one of the page's owners
         self._fingerprint = fingerprint
@@ -71,9 +68,9 @@ class PrefixCache:
 
         exact: only what was computed over exact pages, and is exact still.
         """
-        match = self.tree.match(array("i", tokens).tobytes(), self._namespace(salt))
+        match = self.tree.match(array("i", tokens).tobytes(), self.namespace(salt))
         tail = match.tail
-        if tail is not None and (not self._frames.is_exact(tail) or (exact and self._frames.lossy[tail])):
+        if tail is not None and (not self._frames.is_known(tail) or (exact and self._frames.lossy[tail])):
             match = match._replace(tail=None, length=len(match.values) * self._page_size)
         if exact and (lossy := self._frames.lossy[match.values]).any():
             keep = int(np.argmax(lossy))
@@ -91,7 +88,7 @@ class PrefixCache:
 
     def keep(self, sequence: CachedSequence, tokens: list[int], salt: str, score: float) -> None:
         """Have the tree keep the sequence's pages, whose tokens these are; also one that is filled in part."""
-        key, namespace = array("i", tokens[: sequence.length]).tobytes(), self._namespace(salt)
+        key, namespace = array("i", tokens[: sequence.length]).tobytes(), self.namespace(salt)
         pages = sequence.pages[: -(-sequence.length // self._page_size)].tolist()
         self._frames.share(pages)
         self._kept[pages] += 1
@@ -139,5 +136,6 @@ class PrefixCache:
         lossy, bits = self._frames.lossy, self._frames.bits
         return (not lossy[page], bits[page]) > (not lossy[other], bits[other])
 
-    def _namespace(self, salt: str) -> bytes:
+    def namespace(self, salt: str) -> bytes:
+        """What a tenant's prefixes are kept under."""
         return hashlib.sha256(self._fingerprint + b"\0" + salt.encode("utf-8", "surrogatepass")).digest()

@@ -30,7 +30,7 @@ depth. Time and score of a use are recorded where it ended, and handed up when t
 inner node for them, and when it has become a leaf, it has got them all. Leaves wait in a heap, under the priority they
 had when they got there, and are asked for it again when they come up.
 
-Invariants (`check()` asserts them):
+Invariants (tests/oracle/invariants.py asserts them):
   - every edge but a root's has items, and no two children of a node begin with the same;
   - a node has one value for each page that ends in its edge, and a leaf one for a rest behind them: so whatever is
     matched inside a page has a tail, there or further down;
@@ -52,9 +52,6 @@ Rejected (figures: `tools.bench radix`):
   - levels by ranges of items, as in a B-tree: these have to be balanced, digits do not.
 """
 
-from __future__ import annotations
-
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush, heapreplace
@@ -147,7 +144,10 @@ class RadixTree(Generic[V]):
             node, edge = child, child.edge
             values += node.values
             if not key.startswith(edge, position):
-                position += _common(key, position, edge)
+                count = min(size - position, len(edge))
+                differ = np.frombuffer(key, np.uint8, count, position) != np.frombuffer(edge, np.uint8, count)
+                alike = int(differ.argmax())
+                position += alike if differ[alike] else count  # not so where the key ends in the edge
                 break
             position += len(edge)
         length = position // width
@@ -189,7 +189,7 @@ class RadixTree(Generic[V]):
             raise ValueError(f"need {need}, got {len(key)} bytes and {len(given)} values")
         node, length, _, _ = self.match(key, namespace)
         pages, ends = length // page_size, bool(node.values) and length == node.end and not node.heights
-        above = node if better else None
+        above: Node[V] | None = node
         while better and above:
             begin = above.start // page_size
             for i, old in enumerate(above.values[: (len(given) if ends and length == size else pages) - begin]):
@@ -213,13 +213,12 @@ class RadixTree(Generic[V]):
             elif namespace not in self._roots:
                 self._roots[namespace] = node
                 self._resize(self._top, 0, 1)
-            parent, edge = node, bytearray(key[length * width :])
-            node = Node(parent, bytes(edge[:width]), length, size, edge, kept)
-            level, number = parent.children, int.from_bytes(node.first, "little")
+            first, level = key[length * width : (length + 1) * width], node.children
+            number = int.from_bytes(first, "little")
             while len(level) >= self._fan:
                 level, number = level.setdefault(number % self._fan, {}), number // self._fan
-            level[node.first] = node
-            self._resize(parent, 0, 1)
+            self._resize(node, 0, 1)
+            node = level[first] = Node(node, first, length, size, bytearray(key[length * width :]), kept)
             self.num_nodes += 1
         self.num_values += len(kept) + pages - len(given)
         self.num_evictable += self._evictable(node)
@@ -234,11 +233,8 @@ class RadixTree(Generic[V]):
         while heap and len(freed) < count:
             if self._sinking > max(64, len(heap) // 4):
                 self._sinking = 0
-                for *_, node in heap:
-                    node.queued = self._evictable(node) > 0
-                heap[:] = [self._entry(node) for *_, node in heap if node.queued]
+                heap[:] = [self._entry(node) for *_, node in heap]
                 heapify(heap)
-                continue
             node = heap[0][-1]
             node.queued = self._evictable(node) > 0
             if not node.queued:
@@ -259,40 +255,9 @@ class RadixTree(Generic[V]):
         """Take all values that no lock needs; returns them."""
         return self.evict(self.num_values)
 
-    def check(self) -> None:
-        """Assert the invariants of the module's docstring. O(nodes + pages)."""
-        counted, nodes = [0, 0, -1 - len(self._roots)], [(self._top, -1)]
-        queued = Counter(id(entry[-1]) for entry in self._heap)
-        for node, depth in nodes:
-            children = list(self._children(node))
-            what = f"items [{node.start}, {node.end}) at depth {depth}, {len(children)} children"
-            last = node.end // self._page_size if children else -(-node.end // self._page_size)
-            got = [node.queued, len(node.values), len(node.edge), node.height, node.heights]
-            sizes = [last - node.start // self._page_size, (node.end - node.start) * self._width]
-            height = min(1 + max((child.height for child in children), default=0), self._cap)
-            want = [queued[id(node)], *sizes, height, Counter(child.height for child in children)]
-            assert got == want, f"{what}: queued, values, bytes and heights are {got}, not {want}"
-            assert node.pins.count(node.end) >= sum(bool(child.pins) for child in children), f"{what}: {node.pins}"
-            if depth > 0:
-                assert node.edge[: self._width] == node.first, f"{what}: key {node.first!r}"
-                assert depth <= (self._max_depth or depth), f"{what}: too deep"
-                assert children or node.queued or not self._evictable(node), f"{what}: a leaf that cannot go"
-            assert depth < 0 or children or node.edge, f"{what}: empty"
-            for child in children:
-                level = self._level(node, child.first)
-                linked = child.parent is node and child.start == node.end and level[child.first] is child
-                assert linked, f"{what}: a child at {child.start}"
-                assert depth < 0 or sum(isinstance(key, bytes) for key in level) <= self._fan, f"{what}: fan-out"
-                nodes.append((child, depth + 1))
-            counted = [a + b for a, b in zip(counted, (len(node.values), self._evictable(node), 1), strict=True)]
-        got = [self.num_values, self.num_evictable, self.num_nodes]
-        assert got == counted, f"values, evictable, nodes: {got}, there are {counted}"
-
     def _use(self, node: Node[V], score: float) -> None:
-        self._clock += 1
-        node.last_used = self._clock
-        if score > node.score:  # never so for NaN
-            node.score = score
+        node.last_used = self._clock = self._clock + 1
+        node.score = max(node.score, score)  # NaN is never more
 
     def _evictable(self, node: Node[V]) -> int:
         """How many of its values no pin needs."""
@@ -336,39 +301,37 @@ class RadixTree(Generic[V]):
     def _split(self, node: Node[V], length: int) -> Node[V]:
         """Cut the edge of `node` at item `length`. Returns the new upper part; `node` stays the lower one."""
         cut, pages = (length - node.start) * self._width, length // self._page_size - node.start // self._page_size
-        pins = tuple(pin for pin in node.pins if pin <= length)
-        upper = replace(node, end=length, edge=node.edge[:cut], values=node.values[:pages], pins=pins, queued=False)
+        upper = replace(node, end=length, edge=node.edge[:cut], values=node.values[:pages], queued=False, heights={})
         del node.edge[:cut], node.values[:pages]
+        upper.pins = tuple(pin for pin in node.pins if pin <= length)
         node.pins = tuple(pin for pin in node.pins if pin > length)
         upper.pins += (length,) if node.pins else ()
         node.start, node.parent, node.first = length, upper, bytes(node.edge[: self._width])
-        upper.children, upper.heights = {node.first: node}, {node.height: 1}
-        upper.height = min(1 + node.height, self._cap)
-        self._level(upper.parent, upper.first)[upper.first] = upper
-        self._resize(upper.parent, node.height, upper.height)
+        self._level(upper)[upper.first] = upper
+        upper.children = {node.first: node}
+        self._resize(upper, 0, node.height)
         self.num_nodes += 1
         return upper
 
     def _trim(self, node: Node[V]) -> None:
         """Cut a leaf's edge to the pages that it still has. Without any it goes, and its parent may be next."""
-        while True:
-            node.end = (node.start // self._page_size + len(node.values)) * self._page_size
-            if node.values:
-                del node.edge[(node.end - node.start) * self._width :]
-                return self._queue(node)
+        while not (node.values or node.heights or node is self._top):
             parent: Node[V] = node.parent
-            del self._level(parent, node.first)[node.first]
+            del self._level(node)[node.first]
             self.num_nodes -= bool(node.edge)
             self._resize(parent, node.height, 0)
             parent.score, parent.last_used = max(parent.score, node.score), max(parent.last_used, node.last_used)
-            if parent.heights or parent is self._top:
-                return None
-            node, parent.children = parent, {}
+            node = parent
+        if node.values and not node.heights:
+            node.end = (node.start // self._page_size + len(node.values)) * self._page_size
+            del node.edge[(node.end - node.start) * self._width :]
+            node.children = {}
+            self._queue(node)
 
-    def _level(self, node: Node[V], first: bytes) -> Any:
-        """The dict that has the child whose edge begins with `first`."""
-        level, number = node.children, int.from_bytes(first, "little")
-        while first not in level:
+    def _level(self, node: Node[V]) -> Any:
+        """The dict that has the node, or one of the same first item, among its parent's children."""
+        level, number = node.parent.children, int.from_bytes(node.first, "little")
+        while node.first not in level:
             level, number = level[number % self._fan], number // self._fan
         return level
 
@@ -389,11 +352,3 @@ class RadixTree(Generic[V]):
                     del heights[height]
             old, new = node.height, min(1 + max(heights, default=0), self._cap)
             node.height, node = new, node.parent
-
-
-def _common(key: bytes, position: int, edge: bytearray) -> int:
-    """How many bytes key[position:] and the edge begin with alike, where they are not alike to the end of the edge."""
-    count = min(len(key) - position, len(edge))
-    differ = np.frombuffer(key, np.uint8, count, position) != np.frombuffer(edge, np.uint8, count)
-    first = int(differ.argmax())
-    return first if differ[first] else count

@@ -4,16 +4,14 @@ The safetensors header (8-byte length, JSON, then the tensors' bytes; huggingfac
 with bounds on everything. No code from a model directory is ever imported.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.errors import ModelFormatError, require, shown
-from models.files import MAX_JSON_BYTES, opened, parse_json, read_object, refuse_pointer, stamp
+from models.errors import require, shown
+from models.files import MAX_JSON_BYTES, opened, parse_json, read_object, stamp
 
 MAX_RANK = 4
 MAX_TENSORS = 100_000
@@ -41,28 +39,10 @@ def open_checkpoint(directory: Path) -> dict[str, TensorInfo]:
     ModelFormatError naming the file and the reason; missing shards and tensors are all listed.
     """
     index = directory / "model.safetensors.index.json"
-    if index.exists():
-        return _open_sharded(directory, index)
-    single = directory / "model.safetensors"
-    if single.exists():
+    if not index.exists():
+        single, neither = directory / "model.safetensors", "no model.safetensors and no model.safetensors.index.json"
+        require(single.exists(), f"{directory}: {neither}{_hint(directory)}")
         return read_header(single)
-    raise ModelFormatError(f"{directory}: no model.safetensors and no model.safetensors.index.json{_hint(directory)}")
-
-
-def _hint(directory: Path) -> str:
-    """What to do with the files that are there instead."""
-    for name in sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in directory.glob(pattern)):
-        way = "in an environment with Transformers, from_pretrained(...).save_pretrained(NEW)"
-        if name.startswith("consolidated."):
-            way = f"python -m tools.convert {directory} OUTDIR"
-        wanted = "use the safetensors files of this model, or convert it"
-        return f"; {name} is a pickle, which is never loaded: {wanted}: {way}"
-    for file in sorted(directory.glob("*.gguf")):
-        return f"; convert the GGUF file: python -m tools.convert {file} OUTDIR"
-    return ""
-
-
-def _open_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
     weight_map: dict[str, str] = read_object(index).get("weight_map", {})
     some_files = isinstance(weight_map, dict) and 0 < len(weight_map) <= MAX_TENSORS
     require(some_files, f"{index}: weight_map must map 1 to {MAX_TENSORS} tensor names to files")
@@ -78,14 +58,24 @@ def _open_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
+def _hint(directory: Path) -> str:
+    """What to do with the files that are there instead."""
+    for name in sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in directory.glob(pattern)):
+        way = "in an environment with Transformers, from_pretrained(...).save_pretrained(NEW)"
+        if name.startswith("consolidated."):
+            way = f"python -m tools.convert {directory} OUTDIR"
+        return f"; {name} is a pickle, which is never loaded: use the safetensors files of it, or convert it: {way}"
+    for file in sorted(directory.glob("*.gguf")):
+        return f"; convert the GGUF file: python -m tools.convert {file} OUTDIR"
+    return ""
+
+
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, from its header. Raises ModelFormatError naming file and reason."""
     with opened(path) as file:
-        refuse_pointer(path, file.peek())
         now = stamp(file)
         size, length = now[0], int.from_bytes(file.read(8), "little")
-        fits = 2 <= length <= size - 8
-        require(fits, f"{path}: truncated or not safetensors: {size} bytes, header said to be {length}")
+        require(2 <= length <= size - 8, f"{path}: truncated or not safetensors: {size} bytes, a header of {length}")
         require(length <= MAX_JSON_BYTES, f"{path}: header of {length} bytes, over the limit of {MAX_JSON_BYTES}")
         header = parse_json(file.read(length), path)
     sound = isinstance(header, dict) and len(header) <= MAX_TENSORS

@@ -1,6 +1,6 @@
 """What can be wrong with a model that a user brings."""
 
-from __future__ import annotations
+import functools
 
 
 def shown(value: object) -> str:
@@ -24,3 +24,6 @@ def require(fulfilled: bool, problem: str, *got: object, error: type[ValueError]
     """What a file must be. Raises `error` of the problem and what there is instead, to be shown."""
     if not fulfilled:
         raise error(" ".join([problem, *map(shown, got)]))
+
+
+require_config = functools.partial(require, error=ConfigError)

@@ -4,8 +4,6 @@ The bytes are read with plain file reads: a memory map of a file that shrinks ki
 overwritten changes weights in use.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,13 +19,9 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def load_weights(
-    weights: dict[str, Tensor],
-    tensors: dict[str, TensorInfo],
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Callable[[Iterable[str]], Iterable[str]] = iter,
-    check_tensors: bool = False,
-) -> None:
+    weights: dict[str, Tensor], tensors: dict[str, TensorInfo], dtype: torch.dtype, device: torch.device,
+    progress: Callable[[Iterable[str]], Iterable[str]] = iter, check_tensors: bool = False,
+) -> None:  # fmt: skip
     """Put the tensors in place of those on the meta device; at no time more than the weights and one tensor are held.
 
     check_tensors: refuse NaN and infinities, also those that the conversion to `dtype` makes. Raises ModelFormatError
@@ -52,8 +46,7 @@ def check_fit(weights: Mapping[str, Tensor], tensors: dict[str, TensorInfo]) -> 
     copy of a tied head). Raises ModelFormatError for missing or surplus tensors (all listed), wrong shapes and dtypes.
     """
     missing = sorted(weights.keys() - tensors.keys())
-    untied = "; an untied model needs its own head: is tie_word_embeddings wrong?"
-    hint = untied if "lm_head.weight" in missing else ""
+    hint = "; an untied model needs a head: is tie_word_embeddings wrong?" if "lm_head.weight" in missing else ""
     require(not missing, f"{_place(tensors)}: tensors are missing: {some(missing)}{hint}")
     others = tensors.keys() - weights.keys() - {"lm_head.weight"}
     surplus = sorted(name for name in others if not name.endswith("rotary_emb.inv_freq"))

@@ -1,7 +1,5 @@
 """From a model's name to its directory. Looks at files only; never uses the network."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from pathlib import Path
@@ -18,46 +16,30 @@ def cache_directory() -> Path:
     return _directory("ISOTHERM_CACHE", _directory("XDG_CACHE_HOME", "~/.cache") / "isotherm")
 
 
-def _huggingface_hub() -> Path:
-    home = _directory("HF_HOME", _directory("XDG_CACHE_HOME", "~/.cache") / "huggingface")
-    return _directory("HF_HUB_CACHE", home / "hub")
-
-
 def _directory(variable: str, default: str | Path) -> Path:
     """What the environment says, or the default; a leading ~ is replaced, but for a user who does not exist."""
     return Path(os.path.expanduser(os.environ.get(variable) or default))
 
 
-def _roots() -> list[Path]:
-    """The directories whose entries are models."""
-    own = [_directory("ISOTHERM_MODELS", "")] if os.environ.get("ISOTHERM_MODELS") else []
-    return [*own, cache_directory() / "models"]
-
-
 def places() -> list[Path]:
-    """Where `found` looks."""
-    return [*_roots(), _huggingface_hub()]
+    """Where `found` looks: the directories whose entries are models, and last the Hugging Face cache."""
+    own = [_directory("ISOTHERM_MODELS", "")] if os.environ.get("ISOTHERM_MODELS") else []
+    home = _directory("HF_HOME", _directory("XDG_CACHE_HOME", "~/.cache") / "huggingface")
+    return [*own, cache_directory() / "models", _directory("HF_HUB_CACHE", home / "hub")]
 
 
 def found() -> dict[str, Path]:
     """Every model that `resolve` finds by name, with its directory; in the order in which it looks."""
-    candidates = [(child.name, child) for root in _roots() for child in _children(root)]
-    for repository in _children(_huggingface_hub()):
-        if repository.name.startswith("models--"):
-            name = repository.name.removeprefix("models--").replace("--", "/", 1)
-            candidates.append((name, _snapshot(repository)))
+    *roots, hub = places()
+    candidates = [(child.name, child) for root in roots for child in sorted(root.glob("*"))]
+    for repository in sorted(hub.glob("models--*")):
+        name = repository.name.removeprefix("models--").replace("--", "/", 1)
+        candidates.append((name, _snapshot(repository)))
     models: dict[str, Path] = {}
     for name, path in candidates:
         if os.path.isfile(path / "config.json"):
             models.setdefault(name, path)
     return models
-
-
-def _children(directory: Path) -> list[Path]:
-    try:
-        return sorted(directory.iterdir())
-    except OSError:
-        return []
 
 
 def resolve(name: str) -> Path:
@@ -67,9 +49,10 @@ def resolve(name: str) -> Path:
     Raises ModelFormatError that lists where it looked, names near it, and how to get the model.
     """
     repository = ALIASES.get(name, name)
-    candidates = [Path(os.path.expanduser(name)), *(root / name for root in _roots())]
+    *roots, hub = places()
+    candidates = [Path(os.path.expanduser(name)), *(root / name for root in roots)]
     if _is_repository(repository):
-        candidates.append(_snapshot(_huggingface_hub() / f"models--{repository.replace('/', '--')}"))
+        candidates.append(_snapshot(hub / f"models--{repository.replace('/', '--')}"))
     for candidate in candidates:
         if os.path.isfile(candidate / "config.json"):
             return candidate

@@ -276,7 +276,7 @@ def test_errors_of_a_chat(directory, tmp_path):
 
     async def main(llm):
         for messages, params, message in (
-            ([], None, "at least one message"),
+            ([], None, "at least one"),
             ([{"role": "assistant", "content": "a"}], None, "of role 'user'"),
             (USER, SamplingParams(n=3), "got 3"),
         ):

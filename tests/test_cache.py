@@ -72,7 +72,7 @@ def assert_holds(cache, plan, row, canaries):
     for (start, count), (following, _) in zip(plan.pieces[row], plan.pieces[row][1:], strict=False):
         assert start + count != following
     slots = torch.tensor(by_table)
-    for layer, (k_cache, v_cache, _, _) in enumerate(cache.layers):
+    for layer, (k_cache, v_cache, *_) in enumerate(cache.layers):
         for cached, is_value in ((k_cache, False), (v_cache, True)):
             stored = cached.flatten(1, 2)[:, slots].transpose(0, 1)
             np.testing.assert_array_equal(stored.numpy(), rows(canaries, layer, is_value).numpy())

@@ -19,6 +19,7 @@ from engine import (
     LLM,
     CapacityError,
     ConfigError,
+    EngineConfig,
     ModelFormatError,
     RequestError,
     RequestOutput,
@@ -747,14 +748,16 @@ def test_stats(llm):
     assert busy["num_requests_running"] == 1
     assert busy["kv_cache_usage"] == pytest.approx(3 / PAGES)  # 40 tokens in pages of 16
     assert busy["kv_resident_bytes"] - empty["kv_resident_bytes"] == 3 * PAGE * empty["kv_bytes_per_token"]
-    assert all(isinstance(value, int | float) and math.isfinite(value) for value in busy.values())
+    numbers = [value for value in busy.values() if not isinstance(value, dict)] + [*busy["read_ms_per_token"].values()]
+    assert busy["flash"] == {}  # there is none
+    assert all(isinstance(value, int | float) and math.isfinite(value) for value in numbers)
     llm.abort(request_id)
     after = llm.stats()
     assert after["num_requests_running"] == after["kv_cache_usage"] == 0
     assert after["kv_prefix_bytes"] == after["kv_resident_bytes"] - empty["kv_resident_bytes"] > 0
     assert after["num_prompt_tokens"] == empty["num_prompt_tokens"] + 40 and after["prefix_tree_depth"] == 1
     llm._cache.forget()
-    changed = {"peak_rss_bytes", "num_prompt_tokens"}
+    changed = {"peak_rss_bytes", "num_prompt_tokens", "compute_s_per_token"}
     assert {k: v for k, v in llm.stats().items() if k not in changed} == {
         k: v for k, v in empty.items() if k not in changed
     }
@@ -868,17 +871,12 @@ def test_an_added_request_survives_the_interrupt_of_another_call(llm, monkeypatc
     ("name", "value"),
     [
         ("quantization", "int8"),
-        ("recall", 0.1),
-        ("cold_format", "int4"),
-        ("host_cache_size", 1 << 30),
-        ("flash_cache_dir", "/tmp/x"),
-        ("flash_cache_size", 1 << 30),
         ("profile", "long"),
         ("scorer", "x"),
     ],
 )
 def test_settings_of_later_versions_are_refused_by_name(directory, name, value):
-    with pytest.raises(ConfigError, match=rf"^{name} .*not available"):
+    with pytest.raises(ConfigError, match=rf"^{name} must be .* come later\), got"):
         load(directory, **{name: value})
 
 
@@ -936,6 +934,17 @@ def test_unknown_settings_are_named(directory):
         ("tokenizer", 5),
         ("skip_tokenizer_init", "no"),
         ("enable_prefix_caching", "no"),
+        ("max_prefix_children", 1),
+        ("recall", 1.5),
+        ("recall", math.nan),
+        ("recall_block", 65),
+        ("recall_block", None),
+        ("cold_format", "int4"),
+        ("cold_policy", "both"),
+        ("host_cache_size", 0),
+        ("flash_cache_dir", ""),
+        ("flash_cache_size", 1.5),
+        ("flash_cache_persist", 1),
     ],
     ids=lambda value: repr(value)[:20],
 )
@@ -948,6 +957,11 @@ def test_bad_settings(directory, name, value):
 def test_bad_model(model):
     with pytest.raises(ConfigError, match="model"):
         LLM(model)
+
+
+def test_sizes_and_paths_in_settings():
+    config = EngineConfig(model="-", kv_cache_memory="64MiB", host_cache_size="1g", flash_cache_dir=Path("/a/b"))
+    assert (config.kv_cache_memory, config.host_cache_size, config.flash_cache_dir) == (64 << 20, 10**9, "/a/b")
 
 
 def test_model_as_text_and_as_path(directory):

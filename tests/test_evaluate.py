@@ -214,8 +214,8 @@ def test_quality_of_a_real_model(capsys, text):
 @pytest.mark.parametrize(
     "wrong, error, words",
     [
-        (["--recall", "0.05"], ConfigError, "recall 0.05 is not available in this version"),
-        (["--cold-format", "int8"], ConfigError, "cold_format 'int8' is not available in this version"),
+        (["--recall", "1.05"], ConfigError, "recall must be a number from 0 to 1, got 1.05"),
+        (["--cold-format", "int4"], ConfigError, "cold_format must be auto, exact, int8 or none, got 'int4'"),
         (["--preset", "best"], ConfigError, "preset must be proposal, got 'best'"),
         (["--importance", "luck"], ConfigError, "importance must be score, random or none, got 'luck'"),
         (["--context", "2000"], ConfigError, "--context 2000 is more than the model's context of 1024"),
@@ -392,8 +392,8 @@ def test_the_command_ends_errors_with_its_exit_codes(model, text):
         command = [sys.executable, "-m", "tools.evaluate", *map(str, args)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
-    done = run("quality", *small(model, text), "--kv-budget", 0.5, "--recall", 0.1)
-    assert done.returncode == 3 and done.stderr.startswith("error: recall 0.1 is not available"), done.stderr
+    done = run("quality", *small(model, text), "--kv-budget", 0.5, "--recall", 1.1)
+    assert done.returncode == 3 and done.stderr.startswith("error: recall must be a number from 0 to 1"), done.stderr
     done = run("quality", *small(model, text), "--kv-budget", 1.5)
     assert done.returncode == 2 and "need fractions above 0, up to 1, got 1.5" in done.stderr
     done = run("--help")

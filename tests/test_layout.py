@@ -24,13 +24,13 @@ ALLOWED = {  # package -> packages of ours that it may import
 }
 OURS = {*ALLOWED, "tests"}
 TRITON_FILES = {f"kernels/{name}.py" for name in (
-    "fused", "attend", "attention", "prefill", "codes", "compress", "norm", "activation", "rope",
+    "fused", "attend", "attention", "prefill", "codes", "compress", "norm", "activation", "rope", "recall",
 )}  # fmt: skip
 NO_TORCH = {
     "memory/__init__.py", "memory/config.py", "memory/buddy.py", "memory/errors.py", "models/__init__.py",
     "models/errors.py", "models/resolve.py", "models/llama/config.py", "models/files.py", "models/checkpoint.py",
     "engine/arguments.py", "engine/models.py", "engine/completion.py", "engine/doctor.py", "engine/__init__.py",
-    "engine/config.py", "engine/errors.py", "engine/request.py", "engine/cli.py",
+    "memory/flash.py", "engine/cache.py", "engine/config.py", "engine/errors.py", "engine/cli.py",
 }  # fmt: skip
 
 

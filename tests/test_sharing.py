@@ -91,7 +91,7 @@ def assert_empty(llm):
     cache.forget()
     cache.check([])
     assert cache.num_free_pages == cache.config.num_pages and llm.stats()["kv_prefix_bytes"] == 0
-    assert cache.resident_bytes == cache._frames.table_bytes and cache.shared_bytes == 0
+    assert cache.resident_bytes == cache._frames.table_bytes and cache.stats()["kv_shared_bytes"] == 0
 
 
 def run(llm, each_step=lambda: None, limit=5000):
@@ -433,9 +433,9 @@ def test_another_model_or_format_has_other_keys(tmp_path):
         LLM(tmp_path / "a", **{**base, "page_size": 32}),
         LLM(tmp_path / "a", **base, rope_scaling={"rope_type": "linear", "factor": 2}),
     ]
-    spaces = [llm._cache.prefixes._namespace("") for llm in engines]
+    spaces = [llm._cache.prefixes.namespace("") for llm in engines]
     assert len(set(spaces)) == len(spaces)
-    assert engines[0].twin()._cache.prefixes._namespace("") == spaces[0]
+    assert engines[0].twin()._cache.prefixes.namespace("") == spaces[0]
 
 
 def nan_keys(llm, monkeypatch, when):

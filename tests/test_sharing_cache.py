@@ -385,10 +385,10 @@ class SharingMachine(RuleBasedStateMachine):
         live = self.live_pages()
         idle = [page for page in np.flatnonzero(counts).tolist() if page not in live]
         assert cache.prefixes.idle_pages().tolist() == idle
-        assert cache.prefix_bytes <= cache.resident_bytes <= cache.capacity_bytes
+        assert cache.stats()["kv_prefix_bytes"] <= cache.resident_bytes <= cache.capacity_bytes
         if self.tiers is None:
             size = cache.config.page_bytes
-            assert cache.prefix_bytes == len(idle) * size
+            assert cache.stats()["kv_prefix_bytes"] == len(idle) * size
             assert cache.resident_bytes - cache._frames.table_bytes == (len(live) + len(idle)) * size
             assert cache.idle_units() == (cache.config.num_pages - len(live)) << cache.config.exact_order
 
@@ -408,7 +408,7 @@ class SharingMachine(RuleBasedStateMachine):
 
     def check_texts(self, tree):
         for salt in SALTS:
-            namespace = self.cache.prefixes._namespace(salt)
+            namespace = self.cache.prefixes.namespace(salt)
             found = {tokens for space, tokens, _ in tree if space == namespace}
             assert all(any(text[: len(t)] == t for text in self.kept[salt]) for t in found), "nobody kept this"
             if self.evicted or self.depth:
@@ -421,7 +421,7 @@ class SharingMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         cache = self.cache
-        salts = {cache.prefixes._namespace(salt): salt for salt in SALTS}
+        salts = {cache.prefixes.namespace(salt): salt for salt in SALTS}
         for namespace, tokens, pages in paths(cache):
             bits, size = cache._frames.bits, self.size
             # A page that was kept while it was being filled may have been compressed since: nobody is given it.
@@ -436,7 +436,7 @@ class SharingMachine(RuleBasedStateMachine):
         cache.check([])
         cache.forget()
         cache.check([])
-        assert cache.prefixes.tree.num_values == cache.prefix_bytes == 0
+        assert cache.prefixes.tree.num_values == cache.stats()["kv_prefix_bytes"] == 0
         assert cache.num_free_pages == cache.config.num_pages
         assert cache.resident_bytes == cache._frames.table_bytes
 
@@ -531,7 +531,7 @@ def test_the_same_tokens_of_another_salt_or_another_model_are_not_found():
     assert few.cache.cached_tokens(list(range(40)), "a") == (40, 2)
     for salt in ("", "b", "aa", "a\0"):
         assert few.cache.cached_tokens(list(range(40)), salt) == (0, 0)
-    spaces = {make_cache(2, fingerprint=f).prefixes._namespace(s) for f in (b"", b"x", b"x\0y") for s in ("", "y", "z")}
+    spaces = {make_cache(2, fingerprint=f).prefixes.namespace(s) for f in (b"", b"x", b"x\0y") for s in ("", "y", "z")}
     assert len(spaces) == 9
 
 
@@ -622,14 +622,14 @@ def test_no_place_for_a_copy_is_a_shorter_match(monkeypatch, fails_at):
     few = Few(8)
     few.begin("a", range(40))
     few.compute("a", 37)
-    calls, place = iter(range(100)), few.cache._frames._place
+    calls, place = iter(range(100)), few.cache._frames.alloc
 
     def failing(*args):
         if next(calls) == fails_at:
             raise OutOfPages("injected")
-        place(*args)
+        return place(*args)
 
-    monkeypatch.setattr(few.cache._frames, "_place", failing)
+    monkeypatch.setattr(few.cache._frames, "alloc", failing)
     found = [few.begin(name, range(40)) for name in "bcd"]
     assert found == [32 if i == fails_at else 37 for i in range(3)]
     few.free(*"abcd")

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from oracle.checkpoint import TEXT, train_tokenizer
 
 from engine import ConfigError, RequestError, TokenizerError, jinja_worker, templates
-from engine.chat_tokens import chat_encoder
 from engine.config import EngineConfig
-from engine.templates import ChatTemplate, TemplateSource, check_messages, find_template
+from engine.templates import ChatTemplate, TemplateSource, chat_encoder, check_messages, find_template
 from engine.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,7 +132,7 @@ def jinja(text, tokenizer, **variables):
 
 def built_in(name, tokenizer, number=0):
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
-    return ChatTemplate(TemplateSource(name, "test", templates.built_in()[name][number], variables), tokenizer)
+    return ChatTemplate(TemplateSource(name, "test", templates.BUILT_IN[name][number], variables), tokenizer)
 
 
 def texts(tokenizer, ids):
@@ -463,7 +462,7 @@ def test_end_of_turn(tokenizers):
         ("{% for i in range(99999) %}{{ 'x' * 100 }}{% endfor %}", "1,000,000 characters"),
         ("{{ 9 ** 99999999 }}", "more than 1 s|memory"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "memory"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{% for %}", "line 1"),
         ("{{ messages[9].content }}", "Undefined"),
         ("{{ 1 / 0 }}", "ZeroDivision"),
@@ -524,7 +523,7 @@ def test_only_built_in_templates_are_rendered_in_this_process(tmp_path, monkeypa
     """The name alone is not enough: whose text is not ours goes to a process with limits."""
     tokenizer = load_tokenizer(make_sentencepiece(tmp_path))
     monkeypatch.setattr(jinja_worker, "render", lambda *_: pytest.fail("in a process of its own"))
-    for name, texts in templates.built_in().items():
+    for name, texts in templates.BUILT_IN.items():
         for number in range(len(texts)):
             assert built_in(name, tokenizer, number).encode(conversation("a"))
     seen = []

@@ -20,7 +20,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from kernels import reference
 from memory.arena import Arena
 from memory.cache import KVCache
-from memory.config import WARM_BITS, CacheConfig, TierConfig
+from memory.config import WARM_BITS, CacheConfig, ColdConfig, TierConfig
 from memory.errors import AllocatorError
 from memory.frames import OutOfPages
 from memory.prefix import CachedSequence
@@ -134,6 +134,28 @@ def assert_holds(cache, plan, row, held, planes=((0, 0, 0), (1, 1, 1), (0, 1, 1)
         assert all(count == len(warm[b]) for b, count in seen.items())
 
 
+def assert_copies(cache, held):
+    """Every copy is of its page: exact ones to the bit, those of 8 bits within half a step. Compressed pages have one,
+    unless there is less place than for all."""
+    frames, size = cache._frames, cache.config.page_size
+    if frames.copies is None:
+        return
+    assert cache.stats()["kv_cold_bytes"] <= cache.config.cold.capacity_bytes
+    for i, page in enumerate(held.sequence.pages[: held.sequence.length // size]):
+        slot = int(frames.copies.slots[page])
+        if slot < 0:
+            assert frames.is_exact(page) or len(frames.copies.rows) < len(frames.bits)
+            continue
+        truth = held.truth[:, :, :, i * size : (i + 1) * size]
+        rows = frames.copies.rows[slot].permute(0, 3, 1, 2, 4)  # [layers, K and V, heads, tokens, width]
+        if frames.copies.exact:
+            assert torch.equal(rows, truth)
+        else:
+            scale = rows[..., -2:].contiguous().view(torch.float16).float()
+            error = (rows[..., :-2] * scale - truth.float()).abs()
+            assert (error <= 0.51 * scale + 1e-6).all()
+
+
 def assert_readable(cache, held):
     """Read through a plan for one more token, where there is a page for it."""
     try:
@@ -164,12 +186,19 @@ class TierMachine(RuleBasedStateMachine):
         shape=st.sampled_from([(8, 16), (16, 16), (24, 16), (64, 32)]),
         itemsize=st.sampled_from([2, 4]),
         tiers=tier_configs,
+        cold=st.none() | st.builds(
+            ColdConfig,
+            format=st.sampled_from(["exact", "int8"]),
+            capacity_bytes=st.sampled_from([0, 1 << 15, 1 << 30]),
+            recall=st.sampled_from([0.0, 0.1, 1.0]),
+            exclusive=st.booleans(),
+        ),
         seed=st.integers(0, 1000),
-    )
-    def setup(self, num_pages, shape, itemsize, tiers, seed):
+    )  # fmt: skip
+    def setup(self, num_pages, shape, itemsize, tiers, cold, seed):
         torch.manual_seed(seed)
         self.random = np.random.default_rng(seed)
-        self.cache = make_cache(num_pages, *shape, itemsize, tiers, poison=True)
+        self.cache = make_cache(num_pages, *shape, itemsize, tiers, poison=True, cold=cold)
         self.held = []
 
     @property
@@ -285,6 +314,8 @@ class TierMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.check(self.all)
+        for held in self.held:
+            assert_copies(self.cache, held)
         reports = [self.cache.report(sequence) for sequence in self.all]
         for sequence, report in zip(self.all, reports, strict=True):
             assert report["hot_tokens"] + report["warm_tokens"] == sequence.length
@@ -305,6 +336,7 @@ class TierMachine(RuleBasedStateMachine):
         self.cache.check([])
         assert self.cache.num_free_pages == self.cache.config.num_pages
         assert self.cache.resident_bytes == self.cache._frames.table_bytes
+        assert self.cache.stats()["kv_cold_bytes"] == 0
 
 
 TestTierMachine = TierMachine.TestCase
@@ -508,19 +540,19 @@ def test_shared_pages_lie_in_an_arena_of_their_own():
     assert layer.k.untyped_storage().data_ptr() != layer.units_k.untyped_storage().data_ptr()
     assert layer.units_k.is_shared() and layer.units_v.is_shared()
     held = Tokens(cache.config)
-    assert cache.shared_bytes == 0
+    assert cache.stats()["kv_shared_bytes"] == 0
     for _ in range(8):
         append(cache, held, 15)
         cache.settle([held.sequence])
     report = cache.report(held.sequence)
-    assert cache.shared_bytes == report["warm_bytes"] > 0  # a record is a block of its own here
+    assert cache.stats()["kv_shared_bytes"] == report["warm_bytes"] > 0  # a record is a block of its own here
     assert cache.resident_bytes == report["resident_bytes"] + cache._frames.table_bytes
     cache.check([held.sequence])
     assert_readable(cache, held)
     cache.make_room(4, [held.sequence])
     assert_readable(cache, held)
     cache.free(held.sequence)
-    assert cache.shared_bytes == 0
+    assert cache.stats()["kv_shared_bytes"] == 0
     cache.check([])
 
 
@@ -532,7 +564,7 @@ cache = make_cache(64, tiers=TierConfig(budget=0.3, shared=True))
 held = Tokens(cache.config)
 append(cache, held, 300)
 cache.settle([held.sequence])
-assert cache.shared_bytes
+assert cache.stats()["kv_shared_bytes"]
 print("ready", flush=True)
 time.sleep(60)
 """

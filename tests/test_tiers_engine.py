@@ -55,7 +55,7 @@ def assert_empty(llm):
     cache = llm._cache
     cache.check([])
     assert cache.num_free_pages == cache.config.num_pages
-    assert cache.resident_bytes == cache._frames.table_bytes and cache.shared_bytes == 0
+    assert cache.resident_bytes == cache._frames.table_bytes and cache.stats()["kv_shared_bytes"] == 0
     assert not llm._requests and llm.stats()["kv_cache_usage"] == 0
 
 
@@ -422,13 +422,15 @@ def test_logits_are_those_that_score_the_prompt(plain):
 
 REPORT = {
     "hot_tokens", "warm_tokens", "cold_tokens", "hot_bytes", "warm_bytes", "cold_bytes", "pages_by_bits",
-    "resident_bytes", "total_bytes", "full_bytes", "peak_bytes", "moves", "warm_mass", "missed_mass",
+    "resident_bytes", "total_bytes", "full_bytes", "peak_bytes", "moves", "warm_mass", "missed_mass", "page_size",
+    "cold_hit_rate", "read_bytes_per_token", "read_ms_per_token",
 }  # fmt: skip
 STATS = {
     "num_requests_running", "num_requests_waiting", "num_requests_failed", "num_preemptions", "num_prompt_tokens",
     "num_cached_tokens", "prefix_tree_depth", "kv_prefix_bytes", "weights_bytes", "kv_resident_bytes",
     "kv_capacity_bytes", "kv_shared_bytes", "kv_cold_bytes", "kv_moves", "kv_bytes_per_token", "kv_cache_usage",
-    "max_model_len", "peak_rss_bytes",
+    "max_model_len", "peak_rss_bytes", "kv_promotions", "host_dedup_ratio", "flash", "compute_s_per_token",
+    "cold_hit_rate", "read_bytes_per_token", "read_ms_per_token",
 }  # fmt: skip
 
 

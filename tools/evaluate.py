@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # What the tables for people show; --json has all.
 _COLUMNS = (
     "setting", "resident_ratio", "kl_nats", "kl_se", "noise_kl_nats", "dppl_percent", "dppl_se_percent",
-    "top1_agreement", "read_bytes_per_token", "moves",
+    "top1_agreement", "total_ratio", "read_bytes_per_token", "cold_hit_rate", "moves",
 )  # fmt: skip
 _LONG = ("answers", "full_text", "tiered_text")  # what they leave out
 
@@ -41,8 +41,7 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
         _need("matplotlib", "plot")
         if not Path(args.plot).absolute().parent.is_dir():
             raise ConfigError(f"--plot {args.plot}: there is no such directory")
-    passed = {name: getattr(args, name) for name in ("importance", "recall", "cold_format")}
-    passed = {name: value for name, value in passed.items() if value is not None}
+    passed = _below(args) | ({} if args.importance is None else {"importance": args.importance})
     settings: list[dict[str, Any]] = [{"kv_budget": budget, **passed} for budget in args.kv_budget or []]
     if args.preset:
         settings.append({"preset": args.preset, **passed})
@@ -61,7 +60,7 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
 
 def importance(args: argparse.Namespace) -> dict[str, Any]:
     """The same budget with pages ranked by score, at random, and by age."""
-    settings = [{"kv_budget": args.kv_budget, "importance": by} for by in ("score", "random", "none")]
+    settings = [{"kv_budget": args.kv_budget, "importance": by, **_below(args)} for by in ("score", "random", "none")]
     _check(args, settings)
     base, windows, about = _read(args)
     from tools import evaluate_quality as measure
@@ -82,7 +81,7 @@ def knobs(args: argparse.Namespace) -> dict[str, Any]:
     """What each setting of the tiers does."""
     from tools import evaluate_knobs
 
-    settings = [{"kv_budget": args.kv_budget}, *evaluate_knobs.settings(args.kv_budget)]
+    settings = [{"kv_budget": args.kv_budget, **_below(args)}, *evaluate_knobs.settings(args.kv_budget)]
     _check(args, settings)
     base, windows, about = _read(args)
     return about | {"rows": evaluate_knobs.rows(base, windows, args.score_from, settings)}
@@ -90,7 +89,7 @@ def knobs(args: argparse.Namespace) -> dict[str, Any]:
 
 def needle(args: argparse.Namespace) -> dict[str, Any]:
     """Facts far back in the context, asked for at its end."""
-    settings = [{"kv_budget": budget} for budget in args.kv_budget]
+    settings = [{"kv_budget": budget, **_below(args)} for budget in args.kv_budget]
     _check(args, settings)
     longest = max(args.context)
     base = _load(args, evaluate_texts.check_context(longest, _model_context(args.model)))
@@ -104,13 +103,19 @@ def needle(args: argparse.Namespace) -> dict[str, Any]:
 def rouge(args: argparse.Namespace) -> dict[str, Any]:
     """Summaries of long documents."""
     _need("rouge_score", "eval")
-    settings = {"kv_budget": args.kv_budget} if not args.preset else {"preset": args.preset}
+    settings = _below(args) | ({"preset": args.preset} if args.preset else {"kv_budget": args.kv_budget})
     _check(args, [settings])
     from tools import evaluate_rouge
 
     documents = evaluate_rouge.read_documents(args.data, args.documents)
     base = _load(args, evaluate_texts.check_context(args.context, _model_context(args.model)))
     return {"model": args.model} | evaluate_rouge.report(base, settings, documents, args.context, args.max_tokens)
+
+
+def _below(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of what is kept below the cache, where they are given."""
+    names = ("recall", "recall_block", "cold_format", "host_cache_size")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def _check(args: argparse.Namespace, settings: Sequence[dict[str, Any]]) -> None:
@@ -195,6 +200,11 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--threads", type=_positive, default=1, metavar="N", help="threads for torch (default: 1)")
     common.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all random input (default: 0)")
     common.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    below = common.add_argument_group("copies below the compressed cache")
+    below.add_argument("--recall", type=float, metavar="FRACTION", help="tokens that a query reads of them")
+    below.add_argument("--recall-block", type=_positive, metavar="N", help="queries of a chunk that share these (16)")
+    below.add_argument("--cold-format", metavar="NAME", help="exact, int8 or none")
+    below.add_argument("--host-cache-size", metavar="SIZE", help="bytes of copies, at most")
     parser = argparse.ArgumentParser(
         prog="python -m tools.evaluate", description="Measure what compressing the cache costs.", allow_abbrev=False
     )
@@ -230,8 +240,6 @@ def _parser() -> argparse.ArgumentParser:
     add_budget(command, True, None)
     command.add_argument("--preset", metavar="NAME", help="proposal: a row for the original proposal's tiers")
     command.add_argument("--importance", metavar="NAME", help="score, random or none (default: score)")
-    command.add_argument("--recall", type=float, metavar="FRACTION", help="passed on to the engine")
-    command.add_argument("--cold-format", metavar="NAME", help="passed on to the engine")
     command.add_argument("--plot", metavar="FILE.png", help="draw KL over resident bytes (needs matplotlib)")
 
     command = add(needle, "facts in a long context, asked for at its end")

@@ -45,6 +45,7 @@ class Tally:
     warm_bytes: list[int] = field(default_factory=list)
     moves: int = 0
     steps: int = 0
+    reads: dict[str, Any] = field(default_factory=dict)  # of copies: cold_hit_rate, read_bytes_per_token and so on
 
 
 class Reader:
@@ -78,6 +79,7 @@ class Reader:
         """Note what the cache holds, the step's moves done. After a window's last step it holds nothing."""
         tally, cache = self.tally, self.llm._cache
         tally.moves = cache.num_moves
+        tally.reads = cache.reads.report(cache.reads.counts)
         tally.steps += 1
         for request in self.llm._scheduler.running:
             report = cache.report(request.sequence)
@@ -203,8 +205,7 @@ def row(comparison: Comparison, index: int, changes: dict[str, Any]) -> dict[str
         "resident_ratio": tally.resident_ratio,
         "total_ratio": tally.total_ratio,
         "cold_bytes": tally.cold_bytes,
-        "read_bytes_per_token": round((sum(tally.hot_bytes) + sum(tally.warm_bytes)) / len(tally.hot_bytes)),
-        "cold_hit_rate": 0.0,
+        **tally.reads,
         "moves": tally.moves,
     }
 

@@ -3,10 +3,12 @@
 Written apart from `kernels.reference`, for `tools.gpu_check` and the kernels' tests. A cache is a view of a larger
 arena: frames of a sequence are scattered, there are gaps between heads and frames, and everything that no sequence owns
 is NaN: free frames, gaps, the rest of each last page. Compressed pages hold random codes, scales and zeros, in an arena
-of their own where every other byte is 255: a scale larger than all that are drawn.
+of their own where every other byte is 255: a scale larger than all that are drawn. Their copies are their elements with
+some noise, at scattered slots among others that are NaN (or bytes of -1: of NaN as a scale); some pages have none.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ops import AttentionPlan, LayerCache, WarmPages
+from kernels.ops import AttentionPlan, LayerCache, Recall, WarmPages
 
 # Half a unit in the last place of a result near 1, times a few: the inputs of both sides are the same rounded numbers,
 # and the arithmetic between is float32. In attention p is rounded to the 16-bit type too, which averages out over the
 # tokens but not for two or three of them.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
+# The fraction by which shares of attention differ: their squares decide which tokens are recalled.
+UNSURE = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 
 def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
@@ -39,6 +43,9 @@ class Batch:
     values: list[Tensor]
     cache: LayerCache  # views
     plan: AttentionPlan
+    copied: list[Tensor]  # per sequence [tokens] bool: those that have copies; of these, in the order of `keys`:
+    copied_keys: list[Tensor]  # per sequence [Hkv, tokens, D] float64: what the copies mean
+    copied_values: list[Tensor]
 
     @property
     def scale(self) -> float:
@@ -65,9 +72,10 @@ def make_batch(
     num_decodes: int = 0,
     device: str = "cpu",
     warm: Mapping[int, Sequence[int]] | None = None,
+    copies: torch.dtype | None = None,
 ) -> Batch:
     """A batch of random numbers; sequence b asks query_lens[b] queries of the exact_lens[b] exact tokens in its cache
-    and of its compressed pages: warm[bits][b] of each format."""
+    and of its compressed pages: warm[bits][b] of each format. copies: of what type those of two pages in three are."""
     num_pages = [-(-n // page_size) for n in exact_lens]
     frames = sum(num_pages) + 3
     order = torch.randperm(frames).tolist()
@@ -106,7 +114,45 @@ def make_batch(
         warm=tuple(formats),
     )
     units = (torch.from_numpy(plane).to(device)[:num_kv_heads] for plane in (arena.k, arena.v))
-    return Batch(fused[:, :num_heads], keys, values, LayerCache(k_cache, v_cache, *units), plan)
+    bare = Batch(fused[:, :num_heads], keys, values, LayerCache(k_cache, v_cache, *units), plan, [], [], [])
+    return bare if copies is None else _with_copies(bare, copies)
+
+
+def _with_copies(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The batch with copies of most of its compressed pages, in the host's memory."""
+    (num_heads, _, page_size, head_dim), device = batch.cache.k.shape, batch.cache.k.device
+    pages = sum(int(warm.counts.sum()) for warm in batch.plan.warm)
+    order = torch.randperm(pages + 3).tolist()
+    width = head_dim if dtype != torch.int8 else head_dim + 2
+    # As in memory.cold: the rows of other layers lie between.
+    nothing = -1 if dtype == torch.int8 else math.nan
+    arena = torch.full((pages + 3, 2, num_heads, page_size, 2, width), nothing, dtype=dtype)
+    rows = arena.pin_memory()[:, 1] if device.type == "cuda" else arena[:, 1]
+    tables = [torch.zeros_like(warm.codes, device="cpu") for warm in batch.plan.warm]
+    copied = [torch.zeros(k.shape[1], dtype=torch.bool) for k in batch.keys]
+    new = [[x.double().cpu().clone() for x in dense] for dense in (batch.keys, batch.values)]
+    for b, exact in enumerate(batch.plan.exact_lens.tolist()):
+        for warm, table in zip(batch.plan.warm, tables, strict=True):
+            for page in range(int(warm.counts[b])):
+                table[b, page], tokens = -1, slice(exact, exact + page_size)
+                exact += page_size
+                if (page + b) % 3 < 2:
+                    table[b, page], copied[b][tokens] = order.pop(), True
+                    for part, dense in enumerate(new):
+                        x = dense[b][:, tokens] + torch.randn(num_heads, page_size, head_dim) / 2
+                        rows[table[b, page], :, :, part], dense[b][:, tokens] = _encode(x, dtype)
+    formats = (replace(warm, copies=x.to(device)) for warm, x in zip(batch.plan.warm, tables, strict=True))
+    cache, plan = batch.cache._replace(copies=rows), replace(batch.plan, warm=tuple(formats))
+    return Batch(batch.q, batch.keys, batch.values, cache, plan, copied, *new)
+
+
+def _encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows of copies, and what they mean in float64."""
+    if dtype != torch.int8:
+        return x.to(dtype), x.to(dtype).double()
+    scales = (x.abs().amax(-1, keepdim=True) / 127).half()
+    codes = (x / scales.double()).round().clamp(-127, 127)
+    return torch.cat([codes.to(torch.int8), scales.view(torch.int8)], -1), codes * scales.double()
 
 
 def _make_cache(heads: int, frames: int, page_size: int, head_dim: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -236,6 +282,50 @@ def attention(batch: Batch, sequences: range) -> tuple[Tensor, list[Tensor]]:
         outputs.append(torch.stack(heads, 1))
         all_logits.append(torch.stack(logits, 1))
     return torch.cat(outputs), all_logits
+
+
+def with_recall(batch: Batch, block: int, counts: Sequence[int]) -> Batch:
+    """The batch with a plan in which each block of queries of sequence b recalls counts[b] tokens."""
+    starts = batch.plan.query_start.tolist()
+    blocks = [
+        (b, first, min(block, end - first), counts[b])
+        for b, (start, end) in enumerate(itertools.pairwise(starts))
+        for first in range(start, end if counts[b] else start, block)
+    ]
+    table = torch.tensor(blocks, dtype=torch.int32).view(-1, 4).to(batch.plan.query_start.device)
+    return with_plan(batch, recall=Recall(block, tuple(counts), table))
+
+
+def recall(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Attention in which the tokens that got most of it are read from their copies -> output [T, Hq, D], and how far
+    it may be off where attention that differs by UNSURE decides which tokens those are."""
+    out, all_logits = attention(batch, range(len(batch.keys)))
+    spread = torch.zeros_like(out)
+    starts, group = batch.plan.query_start.tolist(), batch.q.shape[1] // batch.cache.k.shape[0]
+    assert batch.plan.recall is not None
+    for b, first, queries, count in batch.plan.recall.blocks.tolist():
+        places = batch.copied[b].nonzero()[:, 0]
+        for head in range(batch.cache.k.shape[0]):
+            rows = (slice(first, first + queries), slice(head * group, (head + 1) * group))
+            logits = all_logits[b][first - starts[b] :, rows[1]][:queries] * math.log(2)
+            shares = logits.softmax(-1)
+            mass = shares[..., places].square().sum((0, 1))
+            order = mass.argsort(descending=True)
+            k, v = (x[b][head].double().cpu().clone() for x in (batch.keys, batch.values))
+            for x, copies in ((k, batch.copied_keys), (v, batch.copied_values)):
+                x[places[order[:count]]] = copies[b][head, places[order[:count]]]
+            q = batch.q[rows].double().cpu()
+            scores = (q @ k.T * batch.scale).masked_fill(logits == -math.inf, -math.inf)
+            out[rows] = scores.softmax(-1) @ v
+            if count < len(places):
+                unsure = 2 * UNSURE[batch.q.dtype]  # of squares
+                near, far = mass[order[count - 1]] * (1 - unsure), mass[order[count]] * (1 + unsure)
+                either = places[(mass > near) & (mass < far)]
+                k, v = batch.copied_keys[b][head, either], batch.copied_values[b][head, either]
+                new = (q @ k.T * batch.scale - logits.logsumexp(-1, keepdim=True)).exp()
+                sizes = v.abs() + batch.values[b][head, either].double().cpu().abs()
+                spread[rows] += (new + shares[..., either]) @ sizes
+    return out, spread
 
 
 def with_plan(batch: Batch, **changes: Any) -> Batch:

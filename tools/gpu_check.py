@@ -117,6 +117,24 @@ def _errors(device: str, dtype: Any, heads: int, kv_heads: int, head_dim: int) -
         want, _ = float64.attention(batch, range(len(chunks)))
         yield f"prefill_attention{name}", error(out, want, rounded)
 
+    lens, lengths, reads = ([1, 5], [40, 30], [9, 40]) if small else ([1, 300, 40], [500, 700, 40], [100, 60, 900])
+    warm = {8: [1, 1, 0], 4: [2, 1, 9], 3: [1, 2, 5], 2: [0, 1, 0]}
+    warm = {bits: [n if small else 5 * n for n in pages[: len(lens)]] for bits, pages in warm.items()}
+    for copies in (dtype, torch.int8):
+        batch = float64.make_batch(lens, lengths, heads, kv_heads, head_dim, dtype, 64, 1, device, warm, copies)
+        batch = float64.with_recall(batch, 16, reads)
+        lse, rest = torch.zeros(sum(lens), heads, device=device), (batch.cache, batch.plan, batch.scale)
+        out = torch.cat(
+            [
+                ops.decode_attention(batch.q[:1], *rest, lse=lse[:1]),
+                ops.prefill_attention(batch.q[1:], *rest, lse=lse[1:]),
+            ]
+        )
+        want, spread = float64.recall(batch)
+        off = ((ops.recall(batch.q, out, lse, *rest).double().cpu() - want).abs() - spread).clamp_min(0)
+        # Rounded twice, and what is taken away of compressed pages once more than where it was added.
+        yield f"recall, {str(copies).removeprefix('torch.')} copies", error(want + off, want, 3)
+
     pages = torch.randn(1 if small else 20, 64, head_dim).to(dtype).to(device)
     for bits in (8, 4, 3, 2):
         for kind, is_key in (("K", True), ("V", False)):

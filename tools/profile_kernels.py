@@ -30,7 +30,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -142,6 +142,21 @@ class Problem:
         plan = self.plan(exact, queries, False, n if bits else 0, bits)
         self.ops.prefill_attention(self.qkv(queries)[0], self.layer_cache(exact, n, bits), plan, scale)
 
+    def recall(self, n: int, bits: int, queries: int) -> None:
+        """Of a twentieth of n compressed tokens."""
+        from kernels.ops import Recall
+
+        m = self.model
+        plan = self.plan(queries, queries, queries == 1, n, bits)
+        warm = replace(plan.warm[0], copies=self.zeros(1, n // PAGE, dtype="int32"))
+        blocks = [(0, first, min(16, queries), n // 20) for first in range(0, queries, 16)]
+        read = Recall(16, (n // 20,), self.torch.tensor(blocks, dtype=self.torch.int32, device=self.device))
+        copies = self.zeros(n // PAGE, m.kv_heads, PAGE, 2, m.head_dim)
+        cache = self.layer_cache(queries, n, bits)._replace(copies=copies)
+        q, lse = self.qkv(queries)[0], self.zeros(queries, m.heads, dtype="float32")
+        plan, scale = replace(plan, warm=(warm,), recall=read), m.head_dim**-0.5
+        self.ops.recall(q, self.torch.zeros_like(q), lse, cache, plan, scale)
+
     def compress(self, n: int, bits: int, is_key: bool) -> None:
         pages = self.zeros(n // PAGE * self.model.kv_heads, PAGE, self.model.head_dim)
         self.ops.compress(pages, bits, is_key)
@@ -239,6 +254,18 @@ OPS = {
     "prefill_attention,4 bits": Op(
         "_prefill_kernel", lambda p, n: p.prefill(n, bits=4), lambda m, n: m.prefill(n, bits=4), 16384, 1024, 0, 16,
         models=LLAMA_3,
+    ),
+    "recall score,4 bits": Op(
+        "_score_kernel", lambda p, n: p.recall(n, 4, 1), None, 16384, loop=0, loop_tokens=16, models=LATER,
+    ),
+    "recall score,4 bits,chunk": Op(
+        "_score_kernel", lambda p, n: p.recall(n, 4, 256), None, 16384, loop=0, loop_tokens=16, models=LATER,
+    ),
+    "recall swap,4 bits": Op(
+        "_swap_kernel", lambda p, n: p.recall(n, 4, 1), None, 16384, loop=0, loop_tokens=16, models=LATER,
+    ),
+    "recall swap,4 bits,chunk": Op(
+        "_swap_kernel", lambda p, n: p.recall(n, 4, 256), None, 16384, loop=0, loop_tokens=16, models=LATER,
     ),
     "compress,4 bits K": Op(
         "_compress_kernel", lambda p, n: p.compress(n, 4, True), lambda m, n: m.compress(n, 4), 2048, 128,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from models.errors import ConfigError, require, shown
+from models.errors import require_config as _require
+from models.errors import shown
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # by model_type
 DTYPES = ("float32", "bfloat16", "float16")
@@ -25,7 +25,6 @@ _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
 _NO_SCALING = {"rope_theta", "partial_rotary_factor"}  # what else may lie beside them
 BETA_SLOW, BETA_FAST = 1.0, 32.0  # yarn's, where none are given
 
-_require = functools.partial(require, error=ConfigError)
 # What a value must be, by the type of its limits.
 _WANTED = {bool: "true or false", int: "an integer from {} to {}", float: "a number from {:g} to {:g}"}
 
@@ -91,36 +90,26 @@ class LlamaConfig:
 
         `rope_scaling` replaces the checkpoint's own. Raises ConfigError naming the key, got and wanted.
         """
-        if _architecture(raw) == "MistralForCausalLM":
-            # Transformers' defaults where a key is missing; null says something else.
-            raw = {"num_key_value_heads": 8, "sliding_window": 4096, **raw}
-        else:
-            raw = {**raw, "sliding_window": None}  # the key may be there; only Mistral's attention has a window
+        mistral = _architecture(raw) == "MistralForCausalLM"
+        # Transformers' defaults where a key is missing; null says something else. Others' attention has no window,
+        # whatever the key says.
+        raw = {"num_key_value_heads": 8, "sliding_window": 4096, **raw} if mistral else {**raw, "sliding_window": None}
         values = {field.name: _value(raw, *field.metadata["key"]) for field in fields(cls) if field.metadata}
         hidden, heads, context = values["hidden_size"], values["num_heads"], values["max_position_embeddings"]
-        kv_heads = _value(raw, "num_key_value_heads", 1, heads, heads)
-        shared = heads % kv_heads == 0
-        _require(shared, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        values["num_kv_heads"] = kv = _value(raw, "num_key_value_heads", 1, heads, heads)
+        _require(heads % kv == 0, f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv}")
         known = hidden % heads == 0 or raw.get("head_dim") is not None
         _require(known, f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and head_dim is missing")
-        head_dim = _value(raw, "head_dim", 4, 1024, hidden // heads)
+        values["head_dim"] = head_dim = _value(raw, "head_dim", 4, 1024, hidden // heads)
         _require(head_dim % 2 == 0, "head_dim must be even to be rotated in pairs, got", head_dim)
         act = raw.get("hidden_act", "silu")
         _require(act in ("silu", "swish"), "hidden_act must be silu, got", act)
-        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+        values["dtype"] = dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
         _require(dtype in DTYPES, f"torch_dtype must be one of {', '.join(DTYPES)}, got", dtype)
-        theta, scaling = _rope(raw, context, rope_scaling)
-        return cls(
-            **values,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            rope_theta=theta,
-            rope_scaling=scaling,
-            sliding_window=None if raw["sliding_window"] is None else _value(raw, "sliding_window", 1, 1 << 27),
-            dtype=dtype,
-            bos_token_id=None if raw.get("bos_token_id") is None else _value(raw, "bos_token_id", 0, 1 << 24),
-            eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"),
-        )
+        values["rope_theta"], values["rope_scaling"] = _rope(raw, context, rope_scaling)
+        for key, least, greatest in (("sliding_window", 1, 1 << 27), ("bos_token_id", 0, 1 << 24)):
+            values[key] = None if raw.get(key) is None else _value(raw, key, least, greatest)
+        return cls(**values, eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"))
 
 
 def token_ids(value: Any, key: str) -> tuple[int, ...]:
@@ -143,18 +132,14 @@ def _value(raw: Mapping[str, Any], key: str, least: Any, greatest: Any, default:
 
 def _architecture(raw: Mapping[str, Any]) -> str:
     """The architecture, one of those that are supported, and not quantised."""
-    names = raw.get("architectures")
-    if names is None:  # early conversions have only a model_type
-        names = [ARCHITECTURES.get(str(raw.get("model_type")))]
-    supported = list(ARCHITECTURES.values())
-    if not (isinstance(names, list) and names and names[0] in supported):
-        got = raw.get("architectures") or raw.get("model_type")
-        raise ConfigError(f"architecture {shown(got)} is not supported; supported: {', '.join(supported)}")
-    if (method := raw.get("quantization_config")) is not None:
-        method = method.get("quant_method", method) if isinstance(method, dict) else method
-        raise ConfigError(
-            f"quantization_config {shown(method)} is not supported; use the model's float16 or bfloat16 checkpoint"
-        )
+    said, model_type = raw.get("architectures"), raw.get("model_type")
+    names = [ARCHITECTURES.get(str(model_type))] if said is None else said  # early conversions have only a model_type
+    known = isinstance(names, list) and names != [] and names[0] in list(ARCHITECTURES.values())
+    supported = ", ".join(ARCHITECTURES.values())
+    _require(known, f"architecture {shown(said or model_type)} is not supported; supported: {supported}")
+    method = raw.get("quantization_config")
+    got = method.get("quant_method", method) if isinstance(method, dict) else method
+    _require(method is None, f"quantization_config {shown(got)} is not supported; use a float16 or bfloat16 checkpoint")
     return str(names[0])
 
 
@@ -174,8 +159,7 @@ def _rope(raw: Mapping[str, Any], context: int, instead: Mapping[str, Any] | Non
     _require(len(set(thetas)) < 2, "rope_theta is " + " and ".join(map("{} {}".format, thetas, said)))
     scaled = [place for place in (own.values() if instead is None else [instead]) if place.keys() - _NO_SCALING]
     scalings = [_rope_scaling(place, context) for place in scaled] or [None]
-    if scalings[0] != scalings[-1]:
-        raise ConfigError(f"rope_scaling {shown(scaled[0])} and rope_parameters {shown(scaled[1])} do not agree")
+    _require(scalings[0] == scalings[-1], "rope_scaling and rope_parameters do not agree:", *scaled)
     return thetas[0] if thetas else 10000.0, scalings[0]
 
 

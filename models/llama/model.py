@@ -1,7 +1,5 @@
 """The Llama forward pass over a flat batch of tokens. What attention reads and where K/V are kept is the caller's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

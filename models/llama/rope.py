@@ -1,7 +1,5 @@
 """Rotary positions (RoPE, arXiv 2104.09864) and the ways to stretch them beyond the trained length."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -44,7 +44,7 @@ def test_every_target_compiles(rows: list[dict[str, Any]]) -> None:
 
 
 def test_no_spills(rows: list[dict[str, Any]]) -> None:
-    """None at all, but for kernels with a second loop: they may park what the other loop needs."""
+    """None at all, but for attention with a second loop: it may park what the other loop needs."""
     assert not [row for row in nvidia(rows) if row["loop_spills" if "attention" in row["kernel"] else "spills"]]
     assert not [row for row in nvidia(rows) if row["spills"] and "bits" not in row["kernel"]]
 
@@ -54,8 +54,10 @@ def test_shared_memory_fits(rows: list[dict[str, Any]]) -> None:
 
 
 def test_loads_are_128_bits_wide(rows: list[dict[str, Any]]) -> None:
-    """Those of codes at least 64."""
-    assert not [row for row in nvidia(rows) if row["load_bits"] < (64 if "bits" in row["kernel"] else 128)]
+    """Those of codes at least 64, where tokens are read one by one 32."""
+    for row in nvidia(rows):
+        least = 32 if "recall swap" in row["kernel"] else 64 if "bits" in row["kernel"] else 128
+        assert row["load_bits"] >= least, row
 
 
 def test_attention_uses_tensor_cores(rows: list[dict[str, Any]]) -> None:

@@ -222,7 +222,7 @@ def moved_far_compressed(batch: float64.Batch) -> float64.Batch:
     """The same batch, its compressed pages at the far end of planes of 2^32 bytes each."""
     units = 2**32 // batch.cache.units_k.shape[2]
     shift, planes = units - batch.cache.units_k.shape[1], []
-    for near in batch.cache[2:]:
+    for near in batch.cache[2:4]:
         far = reserved(near.shape[0] * 2**32, torch.uint8).view(near.shape[0], units, -1)
         far[:, shift:] = near
         planes.append(far)

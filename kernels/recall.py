@@ -1,0 +1,198 @@
+"""Attention that reads the tokens that matter most from the copies of their pages: see `Ops.recall`.
+
+    score    program (tile of a block's rows, KV head, slice of pages): squares of the attention that each compressed
+             token got; -1 where there is no copy
+    select   torch.topk: its radix select reads the scores a few times, 4 bytes a token where scoring read a whole K
+    swap     program (block of queries, KV head, tile of its rows): takes away what the chosen tokens gave, and goes on
+             from there with their copies
+
+As in kernels.attention, row = query * GROUP + head of the group. Copies lie in the host's memory, and a program reads
+the rows of its tokens over the bus: so a tile has all rows of a block, up to MOST_ROWS of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.attend import LOG2_E, attend, check_attention
+from kernels.check import check
+from kernels.codes import block_of, factor_of, offsets_of, rotate, signs_of, tile_of, width_of
+from kernels.ops import AttentionPlan, LayerCache
+
+TOKENS = tl.constexpr(16)  # that are decompressed at a time
+MOST_ROWS = 128
+SLICE_TOKENS = 512
+
+
+@triton.jit
+def _load_rows(rotated, lse, blocks, block, tile, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile of a block's rows: q [BLOCK_M, BLOCK_D]; lse, their numbers among all and which there are [BLOCK_M, 1]."""
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    mask = row < tl.load(blocks + block * 4 + 2) * GROUP
+    query = tl.load(blocks + block * 4 + 1).to(tl.int64) + row // GROUP
+    number = (query * tl.num_programs(1) + tl.program_id(1)) * GROUP + row % GROUP
+    dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
+    q = tl.load(rotated + number * HEAD_DIM + dim, mask=mask & (dim < HEAD_DIM), other=0.0)
+    # So large that the logits of rows of no query count for nothing.
+    return q, tl.load(lse + number, mask=mask, other=1e30), number, mask
+
+
+@triton.jit
+def _load_chosen(best, chosen, start, count):
+    """Columns [TOKENS, 1] of the chosen tokens from `start` on, and which there are."""
+    at = start + tl.arange(0, TOKENS)[:, None]
+    found = tl.load(best + at, mask=at < count, other=-1.0) >= 0
+    return tl.load(chosen + at, mask=found, other=0).to(tl.int32), found
+
+
+@triton.jit
+def _load_floor(
+    plane, tables, size, seq, page, token,
+    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr,
+):
+    """[TOKENS, BLOCK_D] float32, rotated: K or V of tokens [TOKENS, 1] of a page, or each of its own [TOKENS, 1]."""
+    WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
+    run, high, record = offsets_of(tables, seq * size[0] + page, size[1], PAGE_SIZE * WIDTH, BITS)
+    away = token - tl.arange(0, TOKENS)[:, None]  # `tile_of` takes tokens that follow each other
+    scales = plane + record + away
+    second = plane + record + PAGE_SIZE if IS_KEY else scales + PAGE_SIZE
+    low, high = plane + run + away * WIDTH, plane + high + away * (WIDTH // 2)
+    return tile_of(low, high, scales, second, TOKENS, HEAD_DIM, BITS, IS_KEY)
+
+
+@triton.jit(do_not_specialize=["pages", "tiles"])  # they change from step to step
+def _score_kernel(
+    rotated, lse, mass, blocks, slots, units_k, tables, sizes, pages, tiles, scale, stride_units,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr,
+):
+    """The attention that some compressed tokens get of a tile of a block's rows.
+
+    rotated [T, Hq, D], q in the basis of compressed pages; lse [T, Hq] float32: contiguous
+    mass [N, tiles, Hkv, pages * PAGE_SIZE] float32, of -1
+    blocks [N, 4] int32 of Recall
+    slots [B, pages] int32: the copies of the pages of all formats
+    tables: of each format: codes, high, records, counts of WarmPages
+    sizes: of each: stride of the tables, record_bytes, pages of a row
+    FORMATS: bits of each
+    """
+    block = tl.program_id(0) // tiles
+    q, old, _, _ = _load_rows(rotated, lse, blocks, block, tl.program_id(0) % tiles, GROUP, HEAD_DIM, BLOCK_M)
+    scale *= 2  # of the logarithms of squares
+    old *= 2
+    seq = tl.load(blocks + block * 4).to(tl.int64)
+    slots += seq * pages
+    plane = units_k + tl.program_id(1).to(tl.int64) * stride_units
+    mass += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * pages * PAGE_SIZE
+    for f in tl.static_range(len(FORMATS)):
+        for page in range(tl.program_id(2), tl.load(tables[f][3] + seq), tl.num_programs(2)):
+            if tl.load(slots + page) >= 0:
+                for first in range(0, PAGE_SIZE, TOKENS):
+                    token = first + tl.arange(0, TOKENS)
+                    k = _load_floor(
+                        plane, tables[f], sizes[f], seq, page, token[:, None], HEAD_DIM, PAGE_SIZE, FORMATS[f], True
+                    )
+                    logit = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+                    tl.store(mass + page * PAGE_SIZE + token, tl.sum(tl.exp2(logit * scale - old), 0))
+        mass += sizes[f][2] * PAGE_SIZE
+        slots += sizes[f][2]
+
+
+@triton.jit(do_not_specialize=["pages", "most"])
+def _swap_kernel(
+    q, out, best, chosen, copies, rotated, lse, blocks, slots, units_k, units_v, signs, tables, sizes,
+    pages, most, scale, stride_units, stride_slot,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr,
+):
+    """Exchange, in the output of a tile of a block's rows, the chosen tokens for their copies.
+
+    q, out [T, Hq, D], contiguous; out is read, then written
+    best, chosen [N, Hkv, most]: masses and columns, the largest first
+    copies: of LayerCache; a slot has no gaps
+    signs [D, D]: see `signs_of`; the others as above
+    """
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    seq = tl.load(blocks + block * 4).to(tl.int64)
+    count = tl.minimum(tl.load(blocks + block * 4 + 3), most)
+    of_head = (block * tl.num_programs(1) + kv_head) * most
+    q_tile, old, number, mask = _load_rows(rotated, lse, blocks, block, tl.program_id(2), GROUP, HEAD_DIM, BLOCK_M)
+    units_k += kv_head * stride_units
+    units_v += kv_head * stride_units
+    acc = tl.zeros([BLOCK_M, block_of(HEAD_DIM)], tl.float32)
+    taken = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, count, TOKENS):
+        column, found = _load_chosen(best + of_head, chosen + of_head, start, count)
+        page, token = column // PAGE_SIZE, column % PAGE_SIZE
+        k, v = tl.zeros([TOKENS, 1], tl.float32), tl.zeros([TOKENS, 1], tl.float32)
+        for f in tl.static_range(len(FORMATS)):
+            here = (page >= 0) & (page < sizes[f][2])
+            at = tl.where(here, page, 0)
+            some_k = _load_floor(units_k, tables[f], sizes[f], seq, at, token, HEAD_DIM, PAGE_SIZE, FORMATS[f], True)
+            some_v = _load_floor(units_v, tables[f], sizes[f], seq, at, token, HEAD_DIM, PAGE_SIZE, FORMATS[f], False)
+            k, v = tl.where(here, some_k, k), tl.where(here, some_v, v)
+            page -= sizes[f][2]
+        logit = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee")
+        p = tl.exp2(tl.where(tl.trans(found), logit, float("-inf")) * scale - old)
+        taken += tl.sum(p, 1)
+        acc = tl.dot(p.to(q_tile.dtype), v.to(q_tile.dtype), acc, input_precision="ieee")
+    dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
+    offsets, mask = number * HEAD_DIM + dim, mask & (dim < HEAD_DIM)
+    acc = tl.load(out + offsets, mask=mask, other=0.0).to(tl.float32) - rotate(acc, signs, HEAD_DIM)
+    q_tile = tl.load(q + offsets, mask=mask, other=0.0)
+    state = (acc, tl.reshape(old, [BLOCK_M]), 1.0 - taken)
+    INT8: tl.constexpr = copies.dtype.element_ty == tl.int8
+    ROW: tl.constexpr = HEAD_DIM + (2 if INT8 else 0)
+    for start in range(0, count, TOKENS):
+        column, found = _load_chosen(best + of_head, chosen + of_head, start, count)
+        slot = tl.load(slots + seq * pages + column // PAGE_SIZE, mask=found, other=0).to(tl.int64)
+        row = copies + slot * stride_slot + (kv_head * PAGE_SIZE + column % PAGE_SIZE) * (2 * ROW)
+        k = tl.load(row + dim, mask=found & (dim < HEAD_DIM), other=0)
+        v = tl.load(row + ROW + dim, mask=found & (dim < HEAD_DIM), other=0)
+        if INT8:
+            scales = (row + HEAD_DIM).to(tl.pointer_type(tl.float16), bitcast=True)
+            k = k.to(tl.float32) * tl.load(scales, mask=found, other=0.0).to(tl.float32)
+            v = v.to(tl.float32) * tl.load(scales + ROW // 2, mask=found, other=0.0).to(tl.float32)
+        visible = tl.sum(found.to(tl.int32))  # those that there are come first
+        state = attend(q_tile, k.to(q_tile.dtype), v.to(q_tile.dtype), scale, state, 0, visible, 0, None, None)
+    tl.store(out + offsets, (state[0] / state[2][:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
+    """Attention in which the compressed tokens that matter most are exact. Tensors as in `Ops`."""
+    group, page_size = check_attention(q, cache, plan, scale, lse)
+    head_dim, num_kv_heads, copies = q.shape[2], cache.k.shape[0], cache.copies
+    assert plan.recall is not None and copies is not None, "there are no copies"
+    blocks, formats = plan.recall.blocks, [warm for warm in plan.warm if warm.codes.shape[1]]
+    slots = torch.cat([warm.copies for warm in formats if warm.copies is not None], 1)
+    pages, width = sum(warm.codes.shape[1] for warm in formats), head_dim + 2 * (copies.dtype == torch.int8)
+    check("slots", slots, (*plan.exact_lens.shape, pages), (torch.int32,))
+    check("blocks", blocks, (len(blocks), 4), (torch.int32,), (4, 1))
+    shape, strides = (len(copies), num_kv_heads, page_size, 2, width), (page_size * 2 * width, 2 * width, width, 1)
+    check("copies", copies, shape, (q.dtype, torch.int8), strides)
+    rows = group * min(plan.recall.block, max(plan.max_query_len, 1))
+    block_m = min(16 if q.dtype == torch.float32 else MOST_ROWS, max(16, triton.next_power_of_2(rows)))
+    tiles = triton.cdiv(rows, block_m)
+    mass = lse.new_full((len(blocks), tiles, num_kv_heads, pages * page_size), -1.0)
+    signs, q = signs_of(head_dim, q.dtype, q.device), q.contiguous()
+    result = out.clone(memory_format=torch.contiguous_format)
+    rotated = torch.matmul(q, signs).mul_(factor_of(head_dim))
+    tables = tuple((warm.codes, warm.high, warm.records, warm.counts) for warm in formats)
+    sizes = tuple((warm.codes.stride(0), warm.record_bytes, warm.codes.shape[1]) for warm in formats)
+    # More stages spill.
+    options = {
+        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_M": block_m, "PAGE_SIZE": page_size,
+        "FORMATS": tuple(warm.bits for warm in formats), "num_stages": 1, "enable_fp_fusion": True,
+    }  # fmt: skip
+    _score_kernel[(len(blocks) * tiles, num_kv_heads, triton.cdiv(mass.shape[3], SLICE_TOKENS))](
+        rotated, lse, mass, blocks, slots, cache.units_k, tables, sizes, pages, tiles, scale * LOG2_E,
+        cache.units_k.stride(0), **options, num_warps=4,
+    )
+    mass = mass[:, 0] if tiles == 1 else mass.sum(1)
+    best, chosen = mass.topk(min(max(plan.recall.counts), mass.shape[2]))
+    _swap_kernel[(len(blocks), num_kv_heads, tiles)](
+        q, result, best, chosen, copies, rotated, lse, blocks, slots, cache.units_k, cache.units_v, signs, tables,
+        sizes, pages, best.shape[2], scale * LOG2_E, cache.units_k.stride(0), copies.stride(0),
+        **options, num_warps=8 if block_m * head_dim > 4096 else 4,
+    )
+    return result

@@ -1,0 +1,88 @@
+"""COLD: what compressed pages were, kept in the host's memory, and read from there token by token.
+
+    page                 0    1    2    3          written once, when the page is first compressed, and dropped with it
+    slot                -1    0    1   -1          -1: exact itself, or there was no place left for a copy
+
+    rows  [slots, layers, KV heads, page_size, 2, D]    K and V of a token in a head lie together: a query that recalls
+                                                        the token reads one row
+
+Tiers are inclusive: a page that is promoted keeps its copy, so that compressing it again copies nothing.
+
+Rejected: copies of all pages as they are filled (twice the bytes while nothing is compressed yet); whole pages as what
+is recalled (at equal bytes three to four times the KL: a page has few tokens that matter).
+"""
+
+import functools
+import logging
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.config import CacheConfig
+
+log = logging.getLogger("isotherm")
+
+
+class HostCopies:
+    """Copies of pages, by page id. Bounded: what finds no place has none."""
+
+    def __init__(self, config: CacheConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
+        """On a CPU the system backs the buffer with memory only as copies are written."""
+        assert config.cold is not None
+        self.slots = np.full(num_pages, -1, dtype=np.int32)
+        self.page_bytes = config.copy_bytes
+        count = min(num_pages, config.cold.capacity_bytes // self.page_bytes)
+        exact = config.cold.format == "exact"
+        width = config.head_dim + (0 if exact else 2)
+        shape = (count, config.num_layers, config.num_kv_heads, config.page_size, 2, width)
+        self.rows = torch.empty(shape, dtype=dtype if exact else torch.int8, pin_memory=device.type == "cuda")
+        self._free = list(range(count - 1, -1, -1))
+        self.lossy = np.zeros(num_pages, dtype=bool)  # whether the copy was computed over rounded K and V
+
+    @property
+    def used_bytes(self) -> int:
+        return (len(self.rows) - len(self._free)) * self.page_bytes
+
+    @property
+    def exact(self) -> bool:
+        """Whether what comes back is what was copied, bit for bit."""
+        return self.rows.dtype != torch.int8
+
+    def put(self, pages: np.ndarray, exact: Tensor, lossy: np.ndarray) -> None:
+        """Copy those of the pages that have none; exact [layers, 2, KV heads, pages, page_size, D]."""
+        new = np.flatnonzero(self.slots[pages] < 0)
+        if len(new) > len(self._free):
+            _warn_full(len(self.rows), self.page_bytes)
+            new = new[: len(self._free)]
+        if len(new):
+            slots = [self._free.pop() for _ in new]
+            self.slots[pages[new]], self.lossy[pages[new]] = slots, lossy[new]
+            chosen = exact.index_select(3, torch.from_numpy(new).to(exact.device)).permute(3, 0, 2, 4, 1, 5)
+            self.rows.index_copy_(0, torch.tensor(slots), self._encode(chosen).to(self.rows.device))
+
+    def get(self, pages: np.ndarray) -> Tensor:
+        """What exact copies are of, [layers, 2, KV heads, pages, page_size, D]; each of the pages has one."""
+        return self.rows[torch.from_numpy(self.slots[pages]).long()].permute(1, 4, 2, 0, 3, 5)
+
+    def _encode(self, x: Tensor) -> Tensor:
+        if self.rows.dtype == x.dtype:
+            return x
+        scale = (x.abs().amax(-1, keepdim=True).float() / 127).half()
+        codes = (x.float() / scale.float().clamp_min(2.0**-24)).round_().clamp_(-127, 127).to(torch.int8)
+        return torch.cat([codes, scale.contiguous().view(torch.int8)], dim=-1)
+
+    def drop(self, page: int) -> None:
+        """Forget the page's copy, if it has one."""
+        if self.slots[page] >= 0:
+            self._free.append(int(self.slots[page]))
+            self.slots[page] = -1
+
+
+@functools.cache
+def _warn_full(num_slots: int, page_bytes: int) -> None:
+    """Once."""
+    log.warning(
+        "copies of compressed pages fill their %.1f MB: what is compressed from now on cannot be recalled; a larger "
+        "--host-cache-size holds more", num_slots * page_bytes / 1e6,
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""What queries read of the copies below. Which tokens is the kernels' choice (`Ops.recall`), how many is made here."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.ops import Recall
+from memory.config import CacheConfig
+from memory.prefix import CachedSequence
+
+# Bytes a second of scattered rows: 16 lanes of PCIe, memory that a GPU shares with its CPU, a disk.
+LINKS = {"pcie4": 25e9, "pcie5": 50e9, "unified": 100e9, "nvme": 5e9}
+
+
+# Shorter texts recall as many tokens as one of this length: what their K and V lose, all that follows loses.
+_LEAST = 1024
+
+
+class Reads:
+    """Plans the reads of each step, and counts them: for every sequence, and in all.
+
+    queries: those over compressed pages; exact: tokens that were exact for them, of these `recalled` from copies; read:
+    tokens read for that, fewer because queries of a block share them.
+    """
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.counts: Counter[str] = Counter()
+
+    def plan(
+        self, sequences: Sequence[CachedSequence], counts: Sequence[int], exact_lens: list[int], device: torch.device
+    ) -> Recall | None:
+        """The reads of a step of counts[i] queries of sequences[i], which has exact_lens[i] exact tokens; counted."""
+        cold = self.config.cold
+        if cold is None or not cold.recall:
+            return None
+        tokens, blocks, start = [0] * len(counts), [], 0
+        for b, (sequence, count, exact) in enumerate(zip(sequences, counts, exact_lens, strict=True)):
+            if exact < sequence.length + count:
+                length = sequence.length + count
+                tokens[b] = min(math.ceil(cold.recall * max(length, _LEAST)), length)
+                mine = [(b, start + i, min(cold.block, count - i), tokens[b]) for i in range(0, count, cold.block)]
+                blocks += mine
+                recalled, read = count * tokens[b], len(mine) * tokens[b]
+                for reads in (sequence.reads, self.counts):
+                    reads.update(queries=count, exact=count * exact + recalled, recalled=recalled, read=read)
+            start += count
+        table = torch.from_numpy(np.array(blocks, dtype=np.int32)).to(device)
+        return Recall(cold.block, tuple(tokens), table) if blocks else None
+
+    def report(self, reads: Mapping[str, int]) -> dict[str, Any]:
+        """What the counts say; the keys stay the same from version to version."""
+        per_token = round(reads["read"] * self.config.copy_bytes / self.config.page_size / max(reads["queries"], 1))
+        return {
+            # Of the tokens attended exactly, those whose copy was read while the query waited.
+            "cold_hit_rate": reads["recalled"] / max(reads["exact"], 1),
+            "read_bytes_per_token": per_token,
+            "read_ms_per_token": {link: per_token / rate * 1e3 for link, rate in LINKS.items()},
+        }

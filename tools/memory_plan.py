@@ -1,0 +1,356 @@
+"""What a model takes, without its weights: `python -m tools.memory_plan --model llama2-7b --context 32768`.
+
+Planned, not measured, for a GPU and the memory of its host. The cache is the engine's own, on torch's meta device,
+which has no bytes: it is given a sequence of that length chunk by chunk, so that what stands here of a budget is what
+the allocator and the policy make of it. Weights follow from the shapes, what a step holds from formulas (below).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil
+from typing import TYPE_CHECKING, Any, cast
+
+from engine.cli import run
+from engine.config import EngineConfig
+from engine.settings import parse_size
+from memory.config import WARM_BITS, CacheConfig, ColdConfig, TierConfig
+from models.errors import ConfigError, ModelFormatError
+from models.files import read_object
+from models.llama.config import LlamaConfig
+from models.resolve import resolve
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.ops import Ops
+
+_LLAMA2 = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama2-7b": {**_LLAMA2, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                  "num_attention_heads": 32},
+    "llama2-13b": {**_LLAMA2, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40,
+                   "num_attention_heads": 40},
+    "llama2-70b": {**_LLAMA2, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                   "num_attention_heads": 64, "num_key_value_heads": 8},
+}  # fmt: skip
+
+# The engine's and the kernels', whose modules need torch and triton; the tests compare them.
+RECALL = 0.05  # of all tokens, where no other fraction is asked for
+MAX_SLICES = 128  # of a sequence, that decode splits the tokens of a KV head into
+TILE_ROWS = {2: 128, 4: 16}  # of queries that recall scores at a time, by the bytes of an element
+
+_MULTIPROCESSORS = 132  # of an H100 or H200; an A100 has 108
+_GROUP = 128  # weights that share a scale and a zero, in int4
+_MOST_CONTEXT = 1 << 27  # that a model can be configured for
+
+
+def shape(name: str) -> LlamaConfig:
+    """The shape of a known name, or of a checkpoint's config.json. Raises ConfigError, ModelFormatError."""
+    if name in SHAPES:
+        return LlamaConfig.from_dict(SHAPES[name])
+    try:
+        path = resolve(name)
+    except ModelFormatError as error:
+        raise ConfigError(f"{error}\nShapes that are known without a checkpoint: {', '.join(SHAPES)}") from None
+    return LlamaConfig.from_dict(read_object(path / "config.json"))
+
+
+def cache_config(model: LlamaConfig, settings: EngineConfig) -> CacheConfig:
+    """The engine's cache of max_num_seqs sequences that each fill the context. Raises ConfigError."""
+    assert settings.max_model_len is not None
+    itemsize, size, batch = _itemsize(settings), settings.page_size, settings.max_num_seqs
+    token_bytes = model.kv_bytes_per_token(itemsize)
+    pool = -(-settings.max_model_len // size) * size * token_bytes * batch
+    tiers = cold = None
+    if settings.kv_budget is not None:
+        # As engine.loading has it: what the budget grants, the chunk in flight, and a page at both of its ends.
+        chunk = min(settings.max_num_batched_tokens, settings.max_model_len * batch) + 2 * size * batch
+        pool = min(pool, int(settings.kv_budget * pool) + chunk * token_bytes)
+        # Without scores pages fall by their age; none ahead of its turn, which is what the budget grants at most. The
+        # bound on exact tokens is that of all sequences.
+        most = 4 * settings.max_model_len // batch
+        tiers = TierConfig(settings.kv_budget, max_moves=0, hot_layer_size=most, importance="none")
+        if settings.cold_format != "none":
+            recall = RECALL if settings.recall is None else settings.recall
+            cold = ColdConfig(settings.cold_format, 1 << 62, recall, settings.recall_block)
+            tiers = replace(tiers, recalled=recall > 0)
+        elif settings.recall:
+            raise ConfigError(f"recall {settings.recall} reads copies of what is compressed, and cold_format is none")
+    try:
+        config = CacheConfig(
+            num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, itemsize=itemsize,
+            capacity_bytes=pool, page_size=size, tiers=tiers, cold=cold,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"kv_budget: {error}") from None
+    least = config.page_cost(WARM_BITS[-1]) / config.page_cost(config.exact_bits)
+    if settings.kv_budget is not None and settings.kv_budget < least:
+        raise ConfigError(
+            f"kv_budget {settings.kv_budget} is less than {least:.3f}, which is what pages of {WARM_BITS[-1]} bits and "
+            "their scales take: no token is dropped, so nothing smaller holds them"
+        )
+    return config
+
+
+def plan(
+    model: LlamaConfig, settings: EngineConfig, quantization: str | None = None, device_memory: int | None = None
+) -> dict[str, Any]:
+    """The figures for sequences of max_model_len tokens, max_num_seqs of them, on a device of so many bytes."""
+    context, batch = settings.max_model_len, settings.max_num_seqs
+    assert context is not None
+    config = cache_config(model, settings)
+    weights = weights_bytes(model, _itemsize(settings), quantization)
+    kv, pages_by_bits, reads = _settled(config, context, settings.max_num_batched_tokens)
+    kv = {tier: count * batch for tier, count in kv.items()}
+    resident, full = kv["hot"] + kv["warm"], context * config.token_bytes * batch
+
+    def device_bytes(length: int) -> int:
+        other = replace(settings, max_model_len=length)
+        return weights + _pool_bytes(cache_config(model, other)) + sum(_step_bytes(model, other))
+
+    activation, workspace = _step_bytes(model, settings)
+    fitting = range(1, _MOST_CONTEXT + 1)
+    return {
+        "weights_bytes": weights,
+        "kv_bytes": kv,
+        "kv_in_flight_bytes": _pool_bytes(config) - resident,  # the rest of the pool, for the chunk that is computed
+        "kv_full_bytes": full,
+        "resident_ratio": resident / full,
+        "total_ratio": sum(kv.values()) / full,
+        "pages_by_bits": pages_by_bits,  # of one sequence
+        "activation_bytes": activation,
+        "workspace_bytes": workspace,
+        "total_bytes": device_bytes(context),
+        "host_bytes": kv["cold"],
+        "cold_read_bytes_per_token": reads["read_bytes_per_token"],
+        "read_ms_per_token": reads["read_ms_per_token"],
+        "max_context": None if device_memory is None else bisect_right(fitting, device_memory, key=device_bytes),
+    }
+
+
+def weights_bytes(model: LlamaConfig, itemsize: int, quantization: str | None = None) -> int:
+    """Of all parameters. int8: a float32 scale for each output; int4: 16 bits of scale and as many of zero for each
+    group of a row, embedding and head in int8; norms and biases as they are."""
+    from models.llama.model import LlamaWeights
+
+    total = 0
+    for name, weight in LlamaWeights(model).items():
+        rows, columns = weight.numel() // weight.shape[-1], weight.shape[-1]
+        if quantization is None or weight.dim() == 1:
+            total += rows * columns * itemsize
+        elif quantization == "int8" or name in ("model.embed_tokens.weight", "lm_head.weight"):
+            total += rows * (columns + 4)
+        else:
+            total += rows * (ceil(columns / 2) + 4 * ceil(columns / _GROUP))
+    return total
+
+
+class _NoBytes:
+    """As much of `Ops` as moves pages, on the meta device, where the reference takes a hundred times as long."""
+
+    def compress(self, x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
+        pages, size, head_dim = x.shape
+        codes = x.new_empty(pages, bits * size * head_dim // 8).byte()
+        return codes, x.new_empty(pages, size + (head_dim if is_key else size)).byte()
+
+    def decompress(self, codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Tensor) -> Tensor:
+        return like.new_empty(len(codes), *like.shape[-2:])
+
+
+def _settled(config: CacheConfig, context: int, chunk: int) -> tuple[dict[str, int], dict[int, int], dict[str, Any]]:
+    """(bytes by tier, pages by bits, reads of a token) of one sequence, as the engine reports them."""
+    import torch
+
+    from memory.cache import KVCache
+    from memory.prefix import CachedSequence
+    from memory.recall import Reads
+
+    # A page has the same units in every layer and head, so one of each tells what all do.
+    heads = config.num_layers * config.num_kv_heads
+    pages = config.pages_for(context)
+    one = replace(
+        config, num_layers=1, num_kv_heads=1, capacity_bytes=(pages + 1) * config.page_bytes // heads, cold=None
+    )
+    dtype = torch.float32 if config.itemsize == 4 else torch.float16
+    cache = KVCache(one, dtype, torch.device("meta"), cast("Ops", _NoBytes()))
+    sequence = CachedSequence()
+    for length in [*range(chunk, context, chunk), context]:
+        cache.reserve(sequence, length)
+        cache.commit(sequence, length - sequence.length)
+        cache.settle([sequence])
+    report = cache.report(sequence)
+    copied = report["warm_tokens"] // config.page_size if config.cold else 0
+    kv = {
+        "hot": report["hot_bytes"] * heads, "warm": report["warm_bytes"] * heads, "cold": copied * config.copy_bytes
+    }  # fmt: skip
+    reads, newest = Reads(config), CachedSequence()
+    newest.length = context - 1  # before the token whose query is asked
+    reads.plan([newest], [1], [report["hot_tokens"]], torch.device("cpu"))
+    return kv, report["pages_by_bits"], reads.report(reads.counts)
+
+
+def _pool_bytes(config: CacheConfig) -> int:
+    return config.num_pages * config.page_bytes
+
+
+def _step_bytes(model: LlamaConfig, settings: EngineConfig) -> tuple[int, int]:
+    """(activation, workspace): what a step holds at most, as a chunk of a prompt beside the tokens of the others. What
+    moves pages between steps holds less and stands in the place of it."""
+    config = cache_config(model, settings)
+    assert settings.max_model_len is not None
+    tokens = min(settings.max_num_batched_tokens, settings.max_model_len * settings.max_num_seqs)
+    return (
+        activation_bytes(model, config.itemsize, tokens, settings.max_num_seqs),
+        workspace_bytes(model, config, settings.max_model_len, tokens, settings.max_num_seqs),
+    )
+
+
+def activation_bytes(model: LlamaConfig, itemsize: int, tokens: int, batch: int) -> int:
+    """At most, in `Llama.forward` over so many tokens and `Llama.logits` of a row for each sequence."""
+    hidden, inner, queries = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
+    qkv = queries + 2 * model.num_kv_heads * model.head_dim
+    # Elements of a token. What a layer made lives until the next one has made its own: so while qkv is made there are
+    # two, and the outputs of attention and of gate and up of the layer before. Attention holds its own output beside
+    # that, and the queries once more: rotated for compressed pages, or the output that recall replaces.
+    attention = hidden + qkv + queries + max(qkv, 2 * queries) + 2 * inner
+    gate_up = hidden + qkv + queries + 4 * inner
+    down = 2 * hidden + qkv + queries + 3 * inner
+    # Throughout: the residual stream and the rotations in float32, ids and positions in 64 bits.
+    layers = tokens * (max(attention, gate_up, down) * itemsize + 4 * hidden + 4 * model.head_dim + 16)
+    # After them: the logits as they are computed, and in float32.
+    logits = tokens * hidden * itemsize + batch * (hidden * itemsize + model.vocab_size * (itemsize + 4))
+    return max(layers, logits)
+
+
+def workspace_bytes(model: LlamaConfig, config: CacheConfig, context: int, tokens: int, batch: int) -> int:
+    """The table of rotations, and the largest of what attention allocates beside its output, one after the other. What
+    says where pages are, four bytes each, is left out."""
+    heads, kv_heads = model.num_heads, model.num_kv_heads
+    columns = config.pages_for(context) * config.page_size
+    # Decode: each slice's output [batch, heads, slices, D] and log-sum-exp, float32. Slices fill the device with four
+    # programs each multiprocessor; each format of pages has its own, which rounds up.
+    slices = min(-(-4 * _MULTIPROCESSORS // (batch * kv_heads)) + len(WARM_BITS), MAX_SLICES)
+    parts = [4 * batch * heads * slices * (model.head_dim + 1)]
+    if config.tiers:
+        from memory.observation import SAMPLES
+
+        # The logits of the queries that are observed, of a chunk and of each other sequence, and their exponentials.
+        parts.append(parts[0] + 2 * 4 * (batch - 1 + SAMPLES) * heads * (columns + 1))
+    if config.cold and config.cold.recall:
+        # The attention that each token got of each block of queries, float32, in tiles that are then summed; and the
+        # tokens that are chosen: mass and number.
+        blocks = min(tokens, batch + ceil(tokens / config.cold.block))
+        rows = min(config.cold.block, tokens) * (heads // kv_heads)
+        tiles = ceil(rows / TILE_ROWS[config.itemsize])
+        mass = 4 * blocks * kv_heads * columns * (tiles + (tiles > 1))
+        parts.append(mass + (4 + 8) * blocks * kv_heads * ceil(config.cold.recall * context))
+    return 4 * context * model.head_dim + max(parts)
+
+
+def _itemsize(settings: EngineConfig) -> int:
+    return 4 if settings.dtype == "float32" else 2
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.memory_plan", description=__doc__.split("\n")[0])
+    parser.add_argument("-m", "--model", required=True, help=f"{', '.join(SHAPES)}, or a directory with a config.json")
+    parser.add_argument("--context", type=int, required=True, metavar="N", help="tokens of each sequence")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default: %(default)s)")
+    parser.add_argument("--quantization", choices=("int8", "int4"), help="of the weights (planned: a later version)")
+    parser.add_argument("--kv-budget", type=float, metavar="FRACTION", help="compress the cache (default: exact)")
+    parser.add_argument(
+        "--recall", type=float, metavar="FRACTION", help=f"of all tokens, read from the copies (default: {RECALL})"
+    )
+    parser.add_argument(
+        "--cold-format", choices=("exact", "int8", "none"), default="exact",
+        help="copies of what is compressed, in the host's memory (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chunk", type=int, default=EngineConfig.max_num_batched_tokens, metavar="N",
+        help="tokens computed in one step (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", default="float16", help="of weights and KV cache; auto: the checkpoint's own")
+    parser.add_argument("--device-memory", metavar="SIZE", help="as 24GB: say which context fits it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    for name in ("context", "batch", "chunk"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"{name} must be at least 1, got {getattr(args, name)}")
+    memory = None if args.device_memory is None else parse_size(args.device_memory)
+    model = shape(args.model)
+    settings = EngineConfig(
+        model=args.model,
+        dtype=model.dtype if args.dtype == "auto" else args.dtype,
+        max_model_len=args.context,
+        max_num_seqs=args.batch,
+        max_num_batched_tokens=args.chunk,
+        kv_budget=args.kv_budget,
+        recall=args.recall,
+        cold_format=args.cold_format,
+    )
+    config = cache_config(model, settings)  # refuses what it must before the seconds that torch takes to import
+    result = {
+        "model": args.model, "context": args.context, "batch": args.batch, "chunk": args.chunk,
+        "dtype": settings.dtype, "quantization": args.quantization, "kv_budget": args.kv_budget,
+        "recall": 0.0 if config.cold is None else config.cold.recall,
+        "cold_format": config.cold and args.cold_format,
+        **plan(model, settings, args.quantization, memory),
+    }  # fmt: skip
+    result["notes"] = list(_notes(model, result))
+    if args.json:
+        print(json.dumps(result))
+    else:
+        _show(result, args.device_memory)
+    return 0
+
+
+def _notes(model: LlamaConfig, result: dict[str, Any]) -> Iterator[str]:
+    """What has to be known of the figures."""
+    yield "planned, not measured"
+    if result["quantization"]:
+        yield f"{result['quantization']} weights are planned: a later version has them"
+    if result["context"] > model.context_length:
+        yield f"the model's own context is {model.context_length} tokens: more need --rope-scaling"
+    if result["batch"] > 1:
+        pool = sum(result["kv_bytes"][tier] for tier in ("hot", "warm")) + result["kv_in_flight_bytes"]
+        yield f"so many sequences at once need --kv-cache-memory {pool}: by default the pool is that of one"
+
+
+def _show(result: dict[str, Any], device_memory: str | None) -> None:
+    kv, total = result["kv_bytes"], result["total_bytes"]
+    rows = {
+        "weights": result["weights_bytes"],
+        "KV cache, exact": kv["hot"],
+        "KV cache, compressed": kv["warm"],
+        "KV cache, for the chunk in flight": result["kv_in_flight_bytes"],
+        "activations of a chunk": result["activation_bytes"],
+        "workspace": result["workspace_bytes"],
+        "the device, in all": total,
+        "the host: copies of what is compressed": result["host_bytes"],
+        "a full KV cache, to compare": result["kv_full_bytes"],
+    }
+    print(f"{result['model']}, {result['batch']} x {result['context']} tokens, {result['dtype']}\n")
+    print("| planned | GB |\n|---|---|")
+    for name, count in rows.items():
+        print(f"| {name} | {count / 1e9:.3f} |")
+    print(f"\nKV cache of the full one: {result['resident_ratio']:.3f} on the device, ", end="")
+    print(f"{result['total_ratio']:.3f} with the host's")
+    if result["cold_read_bytes_per_token"]:
+        times = ", ".join(f"{link} {ms:.1f} ms" for link, ms in result["read_ms_per_token"].items())
+        print(f"read of the copies for each token: {result['cold_read_bytes_per_token'] / 1e9:.3f} GB: {times}")
+    if device_memory is not None:
+        print(f"longest context in {device_memory}: {result['max_context']} tokens")
+    print("\n".join(f"note: {note}" for note in result["notes"]))
+
+
+if __name__ == "__main__":
+    run(main)
