@@ -69,6 +69,7 @@ def report(
         prompt, kept = prompt_for(base, document, context - max_tokens)
         full, _ = _answer(base, prompt, params)
         again, _ = _answer(other, prompt, params)
+        before = twin._cache.reads.counts["read"]
         tiered, ratio = _answer(twin, prompt, params)
         pairs = zip(full.token_ids, tiered.token_ids, strict=False)
         rows.append(
@@ -83,7 +84,7 @@ def report(
                 "same_tokens": sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)),
                 "tokens": len(tiered.token_ids),
                 "resident_ratio": ratio,
-                "cold_reads": 0,
+                "cold_reads": twin._cache.reads.counts["read"] - before,  # tokens, of each KV head in each layer
                 "full_text": full.text,
                 "tiered_text": tiered.text,
             }
