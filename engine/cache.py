@@ -11,7 +11,7 @@ from models.errors import ConfigError
 def parser() -> argparse.ArgumentParser:
     parser = Parser(prog="isotherm cache", description="List, check or delete what --flash-cache-dir has.")
     parser.add_argument("action", choices=("ls", "verify", "clear"), help="verify also reads every page")
-    parser.add_argument("--flash-cache-dir", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--flash-cache-dir", type=lambda text: Path(text).expanduser(), required=True, metavar="DIR")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -140,7 +140,7 @@ def _swap_kernel(
     offsets, mask = number * HEAD_DIM + dim, mask & (dim < HEAD_DIM)
     acc = tl.load(out + offsets, mask=mask, other=0.0).to(tl.float32) - rotate(acc, signs, HEAD_DIM)
     q_tile = tl.load(q + offsets, mask=mask, other=0.0)
-    state = (acc, tl.reshape(old, [BLOCK_M]), 1.0 - taken)
+    state = (acc, tl.reshape(old, [BLOCK_M]), tl.maximum(1.0 - taken, 2.0**-20))
     INT8: tl.constexpr = copies.dtype.element_ty == tl.int8
     ROW: tl.constexpr = HEAD_DIM + (2 if INT8 else 0)
     for start in range(0, count, TOKENS):

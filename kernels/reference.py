@@ -218,7 +218,7 @@ def _recall_chunk(
     new_k, new_v, old_k, old_v = (x.reshape(len(queries), count, -1) for x in rows)
     new = torch.baddbmm(minus_lse, queries, new_k.mT).exp2_()
     old = torch.baddbmm(minus_lse, rotated, old_k.mT).exp2_()
-    total = 1 + (new.sum(2, keepdim=True) - old.sum(2, keepdim=True))
+    total = (1 - old.sum(2, keepdim=True)).clamp_min_(2.0**-20) + new.sum(2, keepdim=True)
     result = torch.baddbmm(blocks(out), new, new_v).sub_(rotate(old @ old_v)).div_(total)
     result = result.view(num_heads, -1, q.shape[1] // num_heads, block, q.shape[2]).permute(1, 3, 0, 2, 4)
     return result.reshape(-1, *q.shape[1:])[: len(q)]

@@ -12,7 +12,8 @@ page of any format is one block, so pages of 8, 4 and 2 bits (orders k, k - 1, k
 between them. The *buddy* of a block is the other half of the block twice as long: start XOR 2^order. A *run* is several
 blocks side by side: a sequence laid out in runs is read as a few contiguous pieces.
 
-Invariants (`check()` asserts them: what is free is what the used blocks leave, in blocks as long as can be):
+Invariants (tests/oracle/invariants.py asserts them: what is free is what the used blocks leave, in blocks as long as
+can be):
   - every unit lies in exactly one block, used or free;
   - two free blocks are never buddies (they would have been merged), so an aligned block whose units are all free lies
     inside *one* free block: `extend` needs to look at no more than one block per order;
@@ -222,17 +223,6 @@ class BuddyAllocator:
             return False
         self._used[start], self._used[upper] = order + 2, 0
         return True
-
-    def check(self) -> None:
-        """Assert the invariants of the module's docstring, with the blocks in the message. O(blocks * orders)."""
-        used = [(start, self._used[start] - 1, "used") for start in self.used_blocks()]
-        free = [(start, order, "free") for order, starts in enumerate(self._free) for start in starts]
-        text = ", ".join(f"{start} {kind} 2^{order}" for start, order, kind in sorted(used + free)[:64])
-        fresh = BuddyAllocator(self.num_units, self.max_order)
-        for start, order, _ in used:
-            fits = start >> order << order == start and fresh.extend(start, order)
-            assert fits, f"block {start} is not aligned, too long, or not alone there: {text}"
-        assert (self._free_units, self._free) == (fresh._free_units, fresh._free), f"free should be others: {text}"
 
     def _shortage(self, count: int, order: int) -> str:
         found = f"{self._free_units} of {self.num_units} are free, the longest run has {self.longest_run(0)}"

@@ -68,11 +68,6 @@ class KVCache:
         self.reads = Reads(config)
 
     @property
-    def num_moves(self) -> int:
-        """Of pages, to a format below their own, so far."""
-        return self._replacement.num_moves
-
-    @property
     def num_free_pages(self) -> int:
         """Exact pages that can still be allocated without letting go of any prefix."""
         return max(self._frames.free_units(), 0) >> self.config.exact_order
@@ -97,12 +92,10 @@ class KVCache:
             "kv_prefix_bytes": int(self._frames.costs(idle).sum()) * self._planes,  # of these, no running request's
             "kv_shared_bytes": self._frames.shared_bytes,  # of these, in shared host memory
             "kv_capacity_bytes": self.capacity_bytes,
-            "kv_cold_bytes": copies.used_bytes
-            if copies
-            else 0,  # copies of what is compressed, beside the resident ones
+            "kv_cold_bytes": len(copied) * self.config.copy_bytes,  # of what is compressed, beside the resident ones
             # Copies that there would be if every sequence and prefix had its own, over those that there are.
             "host_dedup_ratio": float(np.mean(copied)) if len(copied) else 1.0,
-            "kv_moves": self.num_moves,
+            "kv_moves": self._replacement.num_moves,  # of pages, each to a format below its own
             "kv_promotions": self._replacement.num_promotions,  # of compressed pages to exact ones
             "kv_bytes_per_token": self.config.token_bytes,
             "kv_cache_usage": 1 - self.idle_units() / self.config.num_units,  # by running requests
@@ -227,7 +220,10 @@ class KVCache:
             if not self._frames.is_known(sequence.pages[page]):
                 break
             values, lossy = self._frames.read(sequence.pages[page])
-            self.flash.write(namespace, key, page, values.cpu().contiguous().view(torch.uint8).numpy().data, lossy)
+            payload = values.cpu().contiguous().view(torch.uint8).numpy().data
+            # No numbers, as a request may have that ends in an error, are not for later processes.
+            if not (torch.isfinite(values).all() and self.flash.write(namespace, key, page, payload, lossy)):
+                break
 
     def fetch(
         self, sequence: CachedSequence, tokens: list[int], salt: str, exact: bool, others: Sequence[CachedSequence]
@@ -239,7 +235,9 @@ class KVCache:
             return
         found = self.flash.match(self.prefixes.namespace(salt), array("i", tokens).tobytes())[sequence.length // size :]
         known = self.flash.stats()
-        if not found or 0 < size * self.seconds_per_token * known.get("hits", 0) < known["read_seconds"]:
+        if not found or (
+            known["hits"] > 15 and known["read_seconds"] / known["hits"] > size * self.seconds_per_token > 0
+        ):
             return
         shape = self._frames.page_shape
         for record in found:
@@ -326,7 +324,9 @@ class KVCache:
             max_exact_len=max(exact_lens),
             pieces=tuple(pieces),
             warm=tuple(self._frames.warm_pages(tables, bits) for bits in present),
-            recall=self.reads.plan(sequences, counts, exact_lens, self.device),
+            recall=self.reads.plan(
+                sequences, counts, exact_lens, list(map(self._frames.num_copied, tables)), self.device
+            ),
         )
 
     def observe(self, sequences: Sequence[CachedSequence], plan: AttentionPlan, shares: list[np.ndarray]) -> None:

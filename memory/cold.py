@@ -33,21 +33,12 @@ class HostCopies:
         self.slots = np.full(num_pages, -1, dtype=np.int32)
         self.page_bytes = config.copy_bytes
         count = min(num_pages, config.cold.capacity_bytes // self.page_bytes)
-        exact = config.cold.format == "exact"
+        exact = self.exact = config.cold.format == "exact"  # what comes back is what was copied, bit for bit
         width = config.head_dim + (0 if exact else 2)
         shape = (count, config.num_layers, config.num_kv_heads, config.page_size, 2, width)
         self.rows = torch.empty(shape, dtype=dtype if exact else torch.int8, pin_memory=device.type == "cuda")
         self._free = list(range(count - 1, -1, -1))
         self.lossy = np.zeros(num_pages, dtype=bool)  # whether the copy was computed over rounded K and V
-
-    @property
-    def used_bytes(self) -> int:
-        return (len(self.rows) - len(self._free)) * self.page_bytes
-
-    @property
-    def exact(self) -> bool:
-        """Whether what comes back is what was copied, bit for bit."""
-        return self.rows.dtype != torch.int8
 
     def put(self, pages: np.ndarray, exact: Tensor, lossy: np.ndarray) -> None:
         """Copy those of the pages that have none; exact [layers, 2, KV heads, pages, page_size, D]."""
@@ -56,10 +47,11 @@ class HostCopies:
             _warn_full(len(self.rows), self.page_bytes)
             new = new[: len(self._free)]
         if len(new):
-            slots = [self._free.pop() for _ in new]
-            self.slots[pages[new]], self.lossy[pages[new]] = slots, lossy[new]
+            slots = self._free[-len(new) :]
             chosen = exact.index_select(3, torch.from_numpy(new).to(exact.device)).permute(3, 0, 2, 4, 1, 5)
             self.rows.index_copy_(0, torch.tensor(slots), self._encode(chosen).to(self.rows.device))
+            self.slots[pages[new]], self.lossy[pages[new]] = slots, lossy[new]  # not before all of it is done
+            del self._free[-len(new) :]
 
     def get(self, pages: np.ndarray) -> Tensor:
         """What exact copies are of, [layers, 2, KV heads, pages, page_size, D]; each of the pages has one."""

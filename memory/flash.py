@@ -102,7 +102,9 @@ def _enter(path: Path, stack: ExitStack, lock: bool = True) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = (path / _LOCK).read_text().strip()
+            owner = "that starts or ends"
+            with suppress(OSError):
+                owner = (path / _LOCK).read_text(errors="replace").strip()
             raise StoreRefused(f"{path}: in use by process {owner}; end it, or give another directory") from None
         os.pwrite(_open(_LOCK, fd, stack, os.O_RDWR | os.O_CREAT | os.O_TRUNC), b"%d\n" % os.getpid(), 0)
         stack.callback(_try, os.unlink, _LOCK, dir_fd=fd)
@@ -210,14 +212,14 @@ class FlashStore:
             self._touch(record)
         return memoryview(image)[self._start : self._start + self._page_bytes].toreadonly(), record.lossy
 
-    def write(self, namespace: bytes, key: bytes, page: int, payload: bytes | memoryview, lossy: bool) -> None:
-        """Queue the key's page of this number. Nothing happens if it is stored, if the one before it is not, if too
-        much is queued, or if writing is off."""
+    def write(self, namespace: bytes, key: bytes, page: int, payload: bytes | memoryview, lossy: bool) -> bool:
+        """Queue the key's page of this number, and say so. Nothing happens if it is stored, if the one before it is
+        not, if too much is queued, or if writing is off."""
         end = (page + 1) * self._key_bytes
         path = self._walk(namespace, key[:end])
         full = self._queued and self._queued + self._slot_bytes > _QUEUE_BYTES
         if self._off or full or len(path) != page + 1:
-            return
+            return False
         image = bytearray(self._slot_bytes)
         image[self._start : self._start + self._page_bytes] = payload
         assert len(image) == self._slot_bytes, "a page of another size"
@@ -228,6 +230,7 @@ class FlashStore:
             self._next += 1
             self._queued += self._slot_bytes
         self._writer.submit(self._store, record, image)
+        return True
 
     def flush(self) -> None:
         """Wait until all that is queued is written."""

@@ -130,6 +130,11 @@ class Frames:
         self.lossy[pages] = False
         return pages
 
+    def num_copied(self, pages: np.ndarray) -> int:
+        """How many of the pages are compressed and have a copy."""
+        slots = self.copies.slots[pages] if self.copies else np.full(len(pages), -1)
+        return int(np.count_nonzero((slots >= 0) & (self.bits[pages] < self.config.exact_bits)))
+
     def is_exact(self, page: int) -> bool:
         return int(self.bits[page]) == self.config.exact_bits
 
@@ -211,10 +216,14 @@ class Frames:
             start = self._exact.allocator.alloc(self.config.exact_order)
         except OutOfPages:
             return False
+        try:
+            self._frames[:, :, :, start >> self.config.exact_order] = values
+        except BaseException:
+            self._exact.free(start)
+            raise
         self._free_codes(page)
         self._warm.free_record(int(self._record[page]))
-        self.bits[page], self._start[page] = self.config.exact_bits, start
-        self.write(page, values, lossy)
+        self.bits[page], self._start[page], self.lossy[page] = self.config.exact_bits, start, lossy
         if self.config.cold and self.config.cold.exclusive:
             self.copies.drop(page)
         return True

@@ -111,10 +111,6 @@ class PrefixCache:
         """Pages that the tree alone owns."""
         return np.flatnonzero((self._kept > 0) & (self._frames.owners == self._kept))
 
-    def pages(self) -> np.ndarray:
-        """All pages of the tree."""
-        return np.repeat(np.arange(len(self._kept)), self._kept)
-
     def evict(self, num_pages: int) -> bool:
         """Let go of so many pages that no running sequence needs, or all there are; says whether there was any."""
         pages = self.tree.evict(num_pages)

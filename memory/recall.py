@@ -32,17 +32,19 @@ class Reads:
         self.counts: Counter[str] = Counter()
 
     def plan(
-        self, sequences: Sequence[CachedSequence], counts: Sequence[int], exact_lens: list[int], device: torch.device
-    ) -> Recall | None:
-        """The reads of a step of counts[i] queries of sequences[i], which has exact_lens[i] exact tokens; counted."""
+        self, sequences: Sequence[CachedSequence], counts: Sequence[int], exact_lens: list[int],
+        copied: list[int], device: torch.device,
+    ) -> Recall | None:  # fmt: skip
+        """The reads of a step of counts[i] queries of sequences[i], which has exact_lens[i] exact tokens and copied[i]
+        compressed pages that have copies; counted."""
         cold = self.config.cold
         if cold is None or not cold.recall:
             return None
         tokens, blocks, start = [0] * len(counts), [], 0
-        for b, (sequence, count, exact) in enumerate(zip(sequences, counts, exact_lens, strict=True)):
-            if exact < sequence.length + count:
-                length = sequence.length + count
-                tokens[b] = min(math.ceil(cold.recall * max(length, _LEAST)), length)
+        for b, (sequence, count, exact, pages) in enumerate(zip(sequences, counts, exact_lens, copied, strict=True)):
+            if pages:
+                wanted = math.ceil(cold.recall * max(sequence.length + count, _LEAST))
+                tokens[b] = min(wanted, pages * self.config.page_size)
                 mine = [(b, start + i, min(cold.block, count - i), tokens[b]) for i in range(0, count, cold.block)]
                 blocks += mine
                 recalled, read = count * tokens[b], len(mine) * tokens[b]

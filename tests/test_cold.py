@@ -204,6 +204,29 @@ def test_an_abort_at_any_step_gives_copies_back(directory):
         assert llm.stats()["kv_cold_bytes"] == 0
 
 
+def test_a_copy_that_fails_is_made_again(directory, plain, monkeypatch):
+    """As where memory is short: nothing counts as copied that is not."""
+    llm = load(directory, kv_budget=0.2, max_num_batched_tokens=64, **BELOW)
+    copies, fails = llm._cache._frames.copies, iter([True])
+    encode = copies._encode
+
+    def failing(x):
+        if next(fails, False):
+            raise torch.OutOfMemoryError("injected")
+        return encode(x)
+
+    monkeypatch.setattr(copies, "_encode", failing)
+    request = llm.add_request(prompt(250, 1), greedily(10))
+    try:
+        outputs = run(llm)
+    except torch.OutOfMemoryError:
+        outputs = run(llm)
+    if outputs[request].finish_reason == "length":
+        assert outputs[request].token_ids == plain.generate([prompt(250, 1)], greedily(10))[0].token_ids
+    assert next(fails, None) is None
+    assert_empty(llm)
+
+
 # Promotion.
 
 

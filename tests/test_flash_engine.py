@@ -12,6 +12,7 @@ from oracle.checkpoint import make_checkpoint
 from test_tiers_engine import greedily, live, prompt, run
 
 from engine import LLM, ConfigError
+from kernels import reference
 
 PAGE = 16
 
@@ -195,14 +196,46 @@ def test_the_directory_goes_while_it_runs(directory, plain, tmp_path):
 
 
 def test_reading_that_is_slower_than_computing_is_left(directory, tmp_path):
+    """Once there are some reads to judge by."""
     first = load(directory, tmp_path / "flash")
-    answer(first, prompt(150))
+    answer(first, prompt(330))
     ended(first)
     second = load(directory, tmp_path / "flash")
-    assert answer(second, prompt(150)[:80])[1] == 64
     second._cache.seconds_per_token = 1e-12
-    assert answer(second, prompt(150))[1] == 80
+    assert answer(second, prompt(330)[:272])[1] == 256
+    second._cache.seconds_per_token = 1e-12
+    assert answer(second, prompt(330))[1] == 272
     assert second.stats()["compute_s_per_token"] > 1e-12  # measured again
+    ended(second)
+
+
+def test_no_numbers_are_not_kept(directory, plain, tmp_path, monkeypatch):
+    """A request that ends in an error leaves nothing that poisons later processes."""
+    tokens, steps = prompt(150), iter(range(100))
+    first = load(directory, tmp_path / "flash", max_num_batched_tokens=64)
+    store = reference.rope_store
+
+    def broken(q, k, v, *others):
+        store(q, k * float("nan") if next(steps) == 3 else k, v, *others)
+
+    monkeypatch.setattr(reference, "rope_store", broken)
+    assert first.generate([tokens], greedily(12))[0].finish_reason == "error"
+    monkeypatch.undo()
+    wanted, _ = answer(plain, tokens)
+    assert answer(first, tokens)[0] == wanted
+    ended(first)
+    second = load(directory, tmp_path / "flash")
+    assert answer(second, tokens)[0] == wanted
+    ended(second)
+
+
+def test_dynamic_rope_depends_on_the_length(directory, tmp_path):
+    scaling = {"rope_scaling": {"type": "dynamic", "factor": 2}}
+    first = load(directory, tmp_path / "flash", max_model_len=400, **scaling)
+    answer(first, prompt(150))
+    ended(first)
+    second = load(directory, tmp_path / "flash", max_model_len=256, **scaling)
+    assert answer(second, prompt(150)) == (answer(load(directory, max_model_len=256, **scaling), prompt(150))[0], 0)
     ended(second)
 
 

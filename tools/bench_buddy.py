@@ -78,7 +78,6 @@ def _row(pages: str, draw: Callable[[random.Random], int], as_run: bool, repeats
         free_ns.append(freeing / len(victims))
         alloc_ns.append(allocating / _BATCH)
         calls_per_us.append(1000 * (len(victims) + _BATCH) / (freeing + allocating))
-    arena.check()
     return {
         "pages": pages,
         "alloc_ns": round(statistics.median(alloc_ns)),

@@ -131,7 +131,7 @@ def measure(
     stats, cache = llm.stats(), llm._cache
     assert cache.prefixes is not None
     token_bytes = stats["kv_bytes_per_token"]
-    page_tokens = len(np.unique(cache.prefixes.pages())) * cache.config.page_size
+    page_tokens = int(np.count_nonzero(cache.prefixes._kept)) * cache.config.page_size
     stored_bytes = stats["kv_resident_bytes"]
     return {
         "requests": len(outputs),

@@ -78,7 +78,7 @@ class Reader:
     def _observe(self) -> None:
         """Note what the cache holds, the step's moves done. After a window's last step it holds nothing."""
         tally, cache = self.tally, self.llm._cache
-        tally.moves = cache.num_moves
+        tally.moves = cache.stats()["kv_moves"]
         tally.reads = cache.reads.report(cache.reads.counts)
         tally.steps += 1
         for request in self.llm._scheduler.running:

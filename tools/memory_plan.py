@@ -190,7 +190,7 @@ def _settled(config: CacheConfig, context: int, chunk: int) -> tuple[dict[str, i
     }  # fmt: skip
     reads, newest = Reads(config), CachedSequence()
     newest.length = context - 1  # before the token whose query is asked
-    reads.plan([newest], [1], [report["hot_tokens"]], torch.device("cpu"))
+    reads.plan([newest], [1], [report["hot_tokens"]], [copied], torch.device("cpu"))
     return kv, report["pages_by_bits"], reads.report(reads.counts)
 
 

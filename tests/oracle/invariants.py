@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 
 from memory.arena import Arena
+from memory.buddy import BuddyAllocator
 from memory.cache import KVCache
 from memory.config import WARM_BITS
 from memory.frames import Frames, _order
@@ -79,7 +80,7 @@ def check_cache(self, sequences):
     used = [page for sequence in sequences for page in sequence.pages]
     if self.prefixes is not None:
         self.prefixes.tree.check()
-        used += self.prefixes.pages().tolist()
+        used += np.repeat(np.arange(len(self.prefixes._kept)), self.prefixes._kept).tolist()
     self._frames.check(used)
     filled = []
     for sequence in sequences:
@@ -90,6 +91,19 @@ def check_cache(self, sequences):
     assert len(set(filled)) == len(filled), "two sequences fill one page"
 
 
+def check_allocator(self):
+    """Assert the invariants of the module's docstring, with the blocks in the message. O(blocks * orders)."""
+    used = [(start, self._used[start] - 1, "used") for start in self.used_blocks()]
+    free = [(start, order, "free") for order, starts in enumerate(self._free) for start in starts]
+    text = ", ".join(f"{start} {kind} 2^{order}" for start, order, kind in sorted(used + free)[:64])
+    fresh = BuddyAllocator(self.num_units, self.max_order)
+    for start, order, _ in used:
+        fits = start >> order << order == start and fresh.extend(start, order)
+        assert fits, f"block {start} is not aligned, too long, or not alone there: {text}"
+    assert (self._free_units, self._free) == (fresh._free_units, fresh._free), f"free should be others: {text}"
+
+
+BuddyAllocator.check = check_allocator
 RadixTree.check = check_tree
 Arena.check = check_arena
 Frames.check = check_frames
