@@ -496,6 +496,7 @@ def test_interrupt_at_the_prompt_reminds_of_exit(terminal):
         assert "/exit or Ctrl-D leaves" in one.until(b"\n> ")
     one.type('"""half\n')
     one.until(b"... ")
+    time.sleep(0.2)  # readline writes its prompt before it hears Ctrl-C
     one.type("\x03")
     one.until(b"\n> ")
     assert "0 turns" in one.ask("/stats")
