@@ -82,7 +82,8 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     ops = kernels.load(backend)
     dynamic = model_config.rope_scaling is not None and model_config.rope_scaling.kind == "dynamic"
     length = b"%d" % (max_model_len if dynamic else 0)  # which the angles of that one depend on
-    flash = _flash(config, cache_config, _fingerprint(cache_config, model_config, dtype, tensors) + length)
+    marked = tensors if config.flash_cache_dir else {}  # which are read for it
+    flash = _flash(config, cache_config, _fingerprint(cache_config, model_config, dtype, marked) + length)
     load_weights(weights, tensors, dtype, device, bar, config.check_tensors)
     model = Llama(model_config, weights, ops, max_model_len)
     fingerprint = _fingerprint(cache_config, model_config, dtype, {})

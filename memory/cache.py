@@ -324,9 +324,7 @@ class KVCache:
             max_exact_len=max(exact_lens),
             pieces=tuple(pieces),
             warm=tuple(self._frames.warm_pages(tables, bits) for bits in present),
-            recall=self.reads.plan(
-                sequences, counts, exact_lens, list(map(self._frames.num_copied, tables)), self.device
-            ),
+            recall=self.reads.plan(sequences, counts, exact_lens, map(self._frames.num_copied, tables), self.device),
         )
 
     def observe(self, sequences: Sequence[CachedSequence], plan: AttentionPlan, shares: list[np.ndarray]) -> None:

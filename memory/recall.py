@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ class Reads:
 
     def plan(
         self, sequences: Sequence[CachedSequence], counts: Sequence[int], exact_lens: list[int],
-        copied: list[int], device: torch.device,
+        copied: Iterable[int], device: torch.device,
     ) -> Recall | None:  # fmt: skip
         """The reads of a step of counts[i] queries of sequences[i], which has exact_lens[i] exact tokens and copied[i]
         compressed pages that have copies; counted."""

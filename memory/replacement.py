@@ -85,14 +85,15 @@ class Replacement:
         if copies is None or not copies.exact or tiers.budget is not None or tiers.hot_ratio:
             return
         room = (self._frames.free_units() - self.config.num_units // 4) >> self.config.exact_order
-        if room < 1 or not sequences:
+        promotable = (copies.slots >= 0) & (self._frames.bits < self.config.exact_bits)
+        if room < 1 or not sequences or not promotable.any():
             return
         survey = self._survey(sequences)
-        compressed = survey.pages.bits < self.config.exact_bits
         if tiers.hot_layer_size is not None:
-            exact = len(sequences) + int(np.count_nonzero(~compressed))  # and those being filled
+            # And those being filled.
+            exact = len(sequences) + int(np.count_nonzero(survey.pages.bits == self.config.exact_bits))
             room = min(room, tiers.hot_layer_size // self.config.page_size - exact)
-        rows = np.flatnonzero(compressed & (copies.slots[survey.ids] >= 0))
+        rows = np.flatnonzero(promotable[survey.ids])
         best = rows[np.argsort(-survey.pages.scores[rows], kind="stable")][: max(min(room, tiers.max_moves), 0)]
         self.num_promotions += sum(self._frames.restore(page) for page in survey.ids[best].tolist())
 

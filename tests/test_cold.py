@@ -12,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.checkpoint import make_checkpoint
 from test_tiers import Tokens, append, assert_holds, make_cache
-from test_tiers_engine import assert_empty, greedily, live, prompt, run
+from test_tiers_engine import PAGE, assert_empty, greedily, live, load, prompt, run
 
-from engine import LLM, ConfigError
+from engine import ConfigError
 from engine.doctor import advice
 from memory import cold
 from memory.config import ColdConfig
 
-PAGE = 16
 BELOW = {"recall": 1.0}
 
 
@@ -28,11 +27,6 @@ def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     make_checkpoint(path)
     return path
-
-
-def load(path, **settings):
-    fixed = {"threads": 1, "dtype": "float32", "page_size": PAGE, "enable_prefix_caching": False}
-    return LLM(path, **{**fixed, **settings})
 
 
 @pytest.fixture(scope="module")
