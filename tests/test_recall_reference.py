@@ -3,35 +3,22 @@
 The caches are those of `tools.float64`: scattered, everything that belongs to no sequence NaN, or 255 among the codes.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_warm_attention import DTYPES, one_thread  # noqa: F401 - a fixture
+from test_warm_attention import make_batch as side_by_side
 
 from kernels import reference
 from tools import float64
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 # Of values of size 1 to 10. The outputs of attention are rounded to 16 bits before recall and after it.
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
-
-
 def make_batch(*args, block, counts, **options):
-    """With frames side by side, as this backend wants them."""
-    batch = float64.make_batch(*args, **options)
-    cache = batch.cache._replace(k=batch.cache.k.contiguous(), v=batch.cache.v.contiguous())
-    return float64.with_recall(replace(batch, cache=cache), block, counts)
+    return float64.with_recall(side_by_side(*args, **options), block, counts)
 
 
 def attend(batch):

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
-from kernels.ops import LayerCache
 from tools import float64
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
@@ -33,8 +32,8 @@ def one_thread():
 def make_batch(*args, **settings):
     """With frames side by side, as this backend wants them."""
     batch = float64.make_batch(*args, **settings)
-    cache = batch.cache
-    return replace(batch, cache=LayerCache(cache.k.contiguous(), cache.v.contiguous(), cache.units_k, cache.units_v))
+    cache = batch.cache._replace(k=batch.cache.k.contiguous(), v=batch.cache.v.contiguous())
+    return replace(batch, cache=cache)
 
 
 def check_decode(batch, dtype, limit=None):
