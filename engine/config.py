@@ -33,7 +33,7 @@ class EngineConfig:
     device: str = "auto"
     backend: str = "auto"
     max_model_len: int | None = None
-    rope_scaling: Mapping[str, Any] | None = None
+    rope_scaling: Mapping[str, Any] | str | None = None
     kv_cache_memory: int | None = None
     page_size: int = 64
     max_num_batched_tokens: int = 512

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from memory.flash import FlashStore, StoreRefused
 from models.checkpoint import TensorInfo, open_checkpoint
 from models.errors import ConfigError, require_config
 from models.files import optional_object, read_object
-from models.llama.config import LlamaConfig, token_ids
+from models.llama.config import LlamaConfig, RopeScaling, token_ids
 from models.llama.model import Llama, LlamaWeights
 from models.loader import check_fit, load_weights
 from models.resolve import resolve
@@ -58,7 +58,7 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     everything is checked before the weights are read.
     """
     path = resolve(config.model)
-    model_config = LlamaConfig.from_dict(read_object(path / "config.json"), config.rope_scaling)
+    model_config = _stretched(config, read_object(path / "config.json"))
     device, dtype, backend = _placement(config, model_config)
     if device.type == "cpu":
         torch.set_num_threads(config.threads or max(1, usable_cpus() // 2))
@@ -235,12 +235,28 @@ def _placement(config: EngineConfig, model: LlamaConfig) -> tuple[torch.device, 
     return device, getattr(torch, model.dtype if dtype == "auto" else dtype), backend
 
 
+def _stretched(config: EngineConfig, raw: dict[str, Any]) -> LlamaConfig:
+    """The model with the RoPE scaling that is asked for. "auto": none as far as the model's context goes; beyond it its
+    own kind, or else yarn, with the factor that max_model_len takes (docs/context.md says why)."""
+    if isinstance(config.rope_scaling, Mapping | None):
+        return LlamaConfig.from_dict(raw, config.rope_scaling)
+    own = LlamaConfig.from_dict(raw)
+    factor = (config.max_model_len or 1) / own.context_length
+    if factor <= 1:
+        return own
+    scaling = own.rope_scaling or RopeScaling("yarn", own.context_length, {"factor": 1.0})
+    values = {**scaling.values, "factor": scaling.values["factor"] * factor}
+    log.warning("--rope-scaling auto: %s, factor %.4g", scaling.kind, values["factor"])
+    scaling = replace(scaling, values=values)
+    return replace(own, max_position_embeddings=math.ceil(own.max_position_embeddings * factor), rope_scaling=scaling)
+
+
 def _max_model_len(config: EngineConfig, model: LlamaConfig) -> int:
     wanted = config.max_model_len or model.context_length
     window, context = model.sliding_window or wanted, model.context_length
     more = f"max_model_len {wanted} is more than the model's"
     why = "its attention over longer texts is not computed in this version"
     require_config(wanted <= window, f"{more} sliding_window of {window} tokens; {why}")
-    way = 'a longer one needs --rope-scaling, as {"rope_type": "dynamic", "factor": 2}'
+    way = "a longer one needs --rope-scaling auto, or a scaling of your own as JSON"
     require_config(wanted <= context, f"{more} context of {context} tokens; {way}")
     return wanted

@@ -1,8 +1,8 @@
 """Settings in frozen dataclasses: what their fields accept, and the flags that some of them have (no torch).
 
 Both stand in flags.json, by class and field. A field must be `one_of` some values, an `integer` or a `number` from the
-least to the greatest, a text that `matches` a pattern, or a mapping where its metavar is JSON; `words` say it where
-these do not. One with a `help` is a flag, with more `names` than --the-field-name where there are some.
+least to the greatest, a text that `matches` a pattern, or, where its metavar is JSON, "auto" or a mapping; `words` say
+it where these do not. One with a `help` is a flag, with more `names` than --the-field-name where there are some.
 """
 
 import argparse
@@ -31,13 +31,17 @@ def parse_size(text: str | int) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def parse_json_object(text: str) -> dict[str, Any]:
-    """A JSON object given on the command line. Raises ConfigError."""
+def parse_json_object(text: str) -> dict[str, Any] | str:
+    """A JSON object given on the command line, or "auto". Raises ConfigError."""
+    if text == "auto":
+        return text
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text)
         if isinstance(value, dict):
             return value
-    raise UnreadableError(f'a JSON object is wanted, as {{"rope_type": "linear", "factor": 2}}; got {shown(text)}')
+    raise UnreadableError(
+        f'auto or a JSON object is wanted, as {{"rope_type": "linear", "factor": 2}}; got {shown(text)}'
+    )
 
 
 _TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("flags.json").read_text("utf-8"))
@@ -76,7 +80,7 @@ def _fits(row: dict[str, Any], value: Any) -> tuple[bool, str]:
     if "matches" in row:
         return isinstance(value, str) and re.fullmatch(row["matches"], value, re.DOTALL) is not None, ""
     if row.get("metavar") == "JSON":
-        return isinstance(value, Mapping), ""
+        return value == "auto" or isinstance(value, Mapping), ""
     kind, types = ("an integer", [int]) if "integer" in row else ("a number", [int, float])
     least, greatest = row.get("integer") or row["number"]
     # Written as "accept only if", so that NaN is refused.

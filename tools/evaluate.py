@@ -1,4 +1,4 @@
-"""The compressed cache beside the full one: `python -m tools.evaluate quality|needle|rouge|knobs|importance`.
+"""The compressed cache beside the full one: `python -m tools.evaluate quality|needle|rouge|knobs|importance|context`.
 
 Each subcommand loads the model once, runs it with a full cache and with compressed ones, and prints a table, or one
 JSON object with --json. It imports what is heavy itself, after parsing, so that --help is quick.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli import run
 from engine.config import EngineConfig
+from engine.settings import parse_json_object
 from models.errors import ConfigError
 from models.files import read_object
 from models.llama.config import LlamaConfig
@@ -110,6 +111,17 @@ def rouge(args: argparse.Namespace) -> dict[str, Any]:
     documents = evaluate_rouge.read_documents(args.data, args.documents)
     base = _load(args, evaluate_texts.check_context(args.context, _model_context(args.model)))
     return {"model": args.model} | evaluate_rouge.report(base, settings, documents, args.context, args.max_tokens)
+
+
+def context(args: argparse.Namespace) -> dict[str, Any]:
+    """Texts beyond the trained length, with each RoPE scaling."""
+    for scaling in args.rope_scaling:
+        EngineConfig(model=args.model, dtype=args.dtype, rope_scaling=scaling)
+    from tools import evaluate_context
+
+    settings = {"dtype": args.dtype, "threads": args.threads, "max_num_batched_tokens": args.chunk}
+    rows = evaluate_context.rows(args.model, args.text, args.context, args.rope_scaling, settings)
+    return {"model": args.model, "rows": rows}
 
 
 def _below(args: argparse.Namespace) -> dict[str, Any]:
@@ -267,6 +279,15 @@ def _parser() -> argparse.ArgumentParser:
         command = add(function, help)
         add_text(command, tokens)
         add_budget(command, False, "0.31")
+    command = add(context, "perplexity beyond the trained length, by RoPE scaling")
+    command.add_argument(
+        "--text", required=True, metavar="FILE", help="UTF-8; stdlib; own: what the model itself tells"
+    )
+    command.add_argument("--context", type=_positive, required=True, metavar="N", help="tokens, beyond the model's own")
+    command.add_argument(
+        "--rope-scaling", type=parse_json_object, nargs="+", default=["auto"], metavar="JSON",
+        help="auto, or objects as in config.json (default: auto)",
+    )  # fmt: skip
     return parser
 
 

@@ -77,7 +77,7 @@ class LlamaConfig:
         scaling = self.rope_scaling
         length = self.max_position_embeddings
         if scaling is not None and scaling.kind != "llama3":  # llama3 configs state the stretched length
-            length = int(scaling.original_context * scaling.values["factor"])
+            length = round(scaling.original_context * scaling.values["factor"])
         return min(length, self.sliding_window or length)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
