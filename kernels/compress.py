@@ -114,15 +114,12 @@ def _decompress_kernel(
 ):
     """As above; records may be wider; out [N, PAGE_SIZE, D]."""
     page = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * TOKENS
-    WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
-    low = codes + page * stride_codes + first * WIDTH
-    high = codes + page * stride_codes + PAGE_SIZE * WIDTH + first * (WIDTH // 2)
-    scales = records + page * stride_records + first
-    second = records + page * stride_records + PAGE_SIZE + (0 if IS_KEY else first)
-    tile = rotate(tile_of(low, high, scales, second, TOKENS, HEAD_DIM, BITS, IS_KEY), signs, HEAD_DIM)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    run, record = codes + page * stride_codes, records + page * stride_records
+    high = run + PAGE_SIZE * width_of(BITS, HEAD_DIM)
+    tile = rotate(tile_of(run, high, record, token, HEAD_DIM, PAGE_SIZE, BITS, IS_KEY), signs, HEAD_DIM)
     dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
-    at = out + (page * PAGE_SIZE + first + tl.arange(0, TOKENS)[:, None]) * HEAD_DIM + dim
+    at = out + (page * PAGE_SIZE + token) * HEAD_DIM + dim
     tl.store(at, tile.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 

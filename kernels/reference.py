@@ -61,9 +61,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate.float(), inplace=gate.dtype != torch.float32).mul_(up).to(gate.dtype)
 
 
-def rope_store(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
-) -> None:
+def rope_store(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, slots: Tensor, k_cache: Tensor,
+               v_cache: Tensor) -> None:
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     q.copy_(_rotate(q, cos, sin))
     _tokens(k_cache).index_copy_(1, slots, _rotate(k, cos, sin).to(k_cache.dtype).transpose(0, 1))
@@ -81,9 +80,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)], dim=-1)
 
 
-def prefill_attention(
-    q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, lse: Tensor | None = None
-) -> Tensor:
+def prefill_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float,
+                      lse: Tensor | None = None) -> Tensor:
     lengths = plan.query_start[plan.num_decodes :].diff().tolist()
     chunks = enumerate(q.split(lengths), plan.num_decodes)
     parts = [_attend_chunk(chunk, cache, plan, b, scale) for b, chunk in chunks]
@@ -109,23 +107,19 @@ def _attend_chunk(q: Tensor, cache: LayerCache, plan: AttentionPlan, b: int, sca
             out, lse = _flash(rotated, k, v, scale, False)
             parts.append((rotate(out), lse))
     past = sum(count for _, count in plan.pieces[b]) - len(q)
-    newest = []
     for start, count in plan.pieces[b]:
-        old, end = start + min(count, past), start + count
-        past -= old - start
-        if old > start:
-            parts.append(_flash(queries, keys[:, start:old], values[:, start:old], scale, False))
-        if end > old:
-            newest.append(slice(old, end))
-    new_keys, new_values = (torch.cat([x[:, piece] for piece in newest], 1) for x in (keys, values))
-    parts.append(_flash(queries, new_keys, new_values, scale, True))
+        count = min(count, past)
+        past -= count
+        if count:
+            parts.append(_flash(queries, keys.narrow(1, start, count), values.narrow(1, start, count), scale, False))
+    newest = plan.slots.narrow(0, int(plan.query_start[b]), len(q))
+    parts.append(_flash(queries, keys.index_select(1, newest), values.index_select(1, newest), scale, True))
     out, lse = _merge(parts)
     return out.permute(2, 1, 0, 3).reshape(q.shape), (lse * math.log2(math.e)).permute(2, 1, 0).reshape(q.shape[:2])
 
 
-def _warm_parts(
-    cache: LayerCache, plan: AttentionPlan, b: int, is_key: bool
-) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+def _warm_parts(cache: LayerCache, plan: AttentionPlan, b: int,
+                is_key: bool) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
     """(bits, `_parts` [Hkv, pages, ...]) of K or V of the compressed pages of sequence b, by format and a few at a
     time, in the order of their columns."""
     units, (num_heads, _, page_size, head_dim) = cache.units_k if is_key else cache.units_v, cache.k.shape
@@ -181,10 +175,8 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
     return result
 
 
-def _recall_chunk(
-    q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: AttentionPlan, b: int, scale: float, slots: Tensor,
-    count: int,
-) -> Tensor:
+def _recall_chunk(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: AttentionPlan, b: int, scale: float,
+                  slots: Tensor, count: int) -> Tensor:
     """`recall` of `count` tokens for the n queries of sequence b. slots: of the copies of its compressed pages."""
     assert plan.recall is not None and cache.copies is not None
     (num_heads, page_size), block = cache.copies.shape[1:3], min(plan.recall.block, len(q))
@@ -292,12 +284,10 @@ def _unpack(packed: Tensor, bits: int, page_size: int) -> Tensor:
 
 def _flash(queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """(output [G, Hkv, n, D], log-sum-exp [G, Hkv, n]) of torch's own attention; queries [G, Hkv, n, D]."""
-    groups = queries.shape[0]
-    keys, values = (x.expand(groups, -1, -1, -1) for x in (keys, values))
+    keys, values = (x.expand(len(queries), -1, -1, -1) for x in (keys, values))
     if queries.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries, keys, values, 0.0, causal, scale=scale
-        )
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = attention(queries, keys, values, 0.0, causal, scale=scale)
         return out, lse
     scores = (queries.float() @ keys.float().transpose(-1, -2)) * scale
     if causal:
@@ -316,10 +306,8 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return total.to(parts[0][0].dtype), lse
 
 
-def decode_attention(
-    q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, logits: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
+def decode_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, logits: Tensor | None = None,
+                     lse: Tensor | None = None) -> Tensor:
     keys, values = _tokens(cache.k), _tokens(cache.v)
     step = max(1, _CHUNK_ELEMENTS // (keys.shape[0] * keys.shape[2]))
     queries = (q.float() * scale).view(len(q), len(keys), -1, q.shape[2])
@@ -335,14 +323,11 @@ def decode_attention(
         if plan.warm:
             parts += _warm_scores(rotate(query), cache, plan, b)
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        weights = scores.softmax(-1)
-        exact_weights = weights.to(values.dtype)
-        seen, parts = 0, []
-        for start, count in pieces:
-            parts.append(torch.bmm(exact_weights.narrow(-1, seen, count), values.narrow(1, start, count)))
-            seen += count
+        weights, counts = scores.softmax(-1), [count for _, count in pieces]
+        shares = weights[..., : sum(counts)].to(values.dtype).split(counts, dim=-1)
+        parts = [torch.bmm(share, values.narrow(1, *piece)) for share, piece in zip(shares, pieces, strict=True)]
         if plan.warm:
-            parts.append(rotate(_warm_output(weights[..., seen:], cache, plan, b)).to(values.dtype))
+            parts.append(rotate(_warm_output(weights[..., sum(counts) :], cache, plan, b)).to(values.dtype))
         outputs.append(sum(parts[1:], start=parts[0]).view(1, *q.shape[1:]))
         if logits is not None:
             _store_logits(logits[b], scores.flatten(0, 1) * math.log2(math.e), plan, b, cache.k.shape[2])
