@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attend import LOG2_E, attend, check_attention
+from kernels.attention import LOG2_E, attend, check_attention
 from kernels.check import check
 from kernels.codes import block_of, factor_of, offsets_of, rotate, signs_of, tile_of
 from kernels.ops import AttentionPlan, LayerCache

@@ -74,6 +74,7 @@ class Frames:
         self.lossy = np.zeros(count, dtype=bool)  # K and V are rounded, or were computed over some that are
         self._free_pages = list(range(count - 1, -1, -1))
         self._halves: set[int] = set()
+        self._costs = np.array([config.page_cost(bits) for bits in range(config.exact_bits + 1)])
 
     def free_units(self, growing: int = 0) -> int:
         """Units of the pool that whole frames can be made of, wherever they lie now, once `growing` halved pages are
@@ -144,10 +145,7 @@ class Frames:
 
     def costs(self, pages: np.ndarray) -> np.ndarray:
         """Bytes of each page in one plane of one head."""
-        costs = np.zeros(self.config.exact_bits + 1, dtype=np.int64)
-        for bits in (self.config.exact_bits, *WARM_BITS):
-            costs[bits] = self.config.page_cost(bits)
-        found: np.ndarray = costs[self.bits[pages]]
+        found: np.ndarray = self._costs[self.bits[pages]]
         found[np.isin(pages, list(self._halves))] //= 2
         return found
 
@@ -321,8 +319,7 @@ class Frames:
 
     def exact_frames(self, pages: np.ndarray) -> np.ndarray:
         """Numbers of the frames of exact pages."""
-        frames: np.ndarray = self._start[pages] >> self.config.exact_order
-        return frames
+        return self._start.take(pages) >> self.config.exact_order
 
     def warm_pages(self, tables: list[np.ndarray], bits: int) -> WarmPages:
         """Those of the sequences' pages that have `bits`; tables: the pages of each sequence."""

@@ -100,10 +100,9 @@ class PrefixCache:
 
     def unlock(self, sequences: Sequence[CachedSequence]) -> bool:
         """Let the tree let go of what the sequences have of it, if it comes to that; says whether it held any."""
-        held = [sequence for sequence in sequences if sequence.held is not None]
-        for sequence in held:
-            assert sequence.held is not None
-            self.tree.unlock(sequence.held)
+        held = [(sequence, sequence.held) for sequence in sequences if sequence.held is not None]
+        for sequence, match in held:
+            self.tree.unlock(match)
             sequence.held = None
         return bool(held)
 
