@@ -112,14 +112,12 @@ def check_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: fl
 
 @triton.jit(do_not_specialize=[  # they change from step to step
     "exact_slices", "first_slice", "num_slices", "stride_table", "stride_logits_seq", "stride_logits_head",
-    "stride_codes", "first_column",
-])
+    "stride_codes", "first_column"])
 def _decode_kernel(
-    q, k_cache, v_cache, out, lse, logits, page_table, exact_lens, scale, exact_slices, first_slice, num_slices,
-    stride_q_token, stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table,
-    stride_logits_seq, stride_logits_head, first_column, warm, stride_codes,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr,
-):
+        q, k_cache, v_cache, out, lse, logits, page_table, exact_lens, scale, exact_slices, first_slice, num_slices,
+        stride_q_token, stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table,
+        stride_logits_seq, stride_logits_head, first_column, warm, stride_codes,
+        GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr):
     """A slice of a sequence and KV head.
 
     q [num_decodes, Hq, D]; k_cache, v_cache [Hkv, frames, PAGE_SIZE, D], pages without gaps
@@ -171,8 +169,7 @@ def _decode_kernel(
             q, out, lse, None if logits is None else logits + first_column,
             units_k + kv_head * stride_units_k, units_v + kv_head * stride_units_v, tables, signs,
             first_page, last_page, scale, num_slices, stride_q_head, stride_logits_head, record_bytes,
-            GROUP, HEAD_DIM, PAGE_SIZE, BITS,
-        )
+            GROUP, HEAD_DIM, PAGE_SIZE, BITS)
         return
     dim = tl.arange(0, BLOCK_D)[None, :]
     mask = row_mask & (dim < HEAD_DIM)
@@ -211,9 +208,8 @@ def _add_slices(acc, rows, lse_row, total, first, last, mask, HEAD_DIM: tl.const
 
 @triton.jit(do_not_specialize=["exact_slices", "num_slices"])
 def _merge_kernel(
-    partial_out, partial_lse, out, lse, signs, exact_slices, num_slices,
-    HEAD_DIM: tl.constexpr, MAX_SLICES: tl.constexpr, CHUNK: tl.constexpr,
-):
+        partial_out, partial_lse, out, lse, signs, exact_slices, num_slices,
+        HEAD_DIM: tl.constexpr, MAX_SLICES: tl.constexpr, CHUNK: tl.constexpr):
     """The slices of a sequence and query head as one.
 
     partial_out [num_decodes, Hq, slices, D] float32; from slice exact_slices on in the rotated basis of kernels.ops
@@ -275,14 +271,12 @@ def decode_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: f
             launch_exact, first_slice, num_slices, *q.stride()[:2], *cache.k.stride()[:2], *cache.v.stride()[:2],
             plan.page_table.stride(0), *((0, 0) if logits is None else logits.stride()[:2]), first_column, pages,
             stride_codes, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits,
-            num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
-        )
+            num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
         first_slice, first_column, launch_exact = first_slice + launch_exact + slices, first_column + columns, 0
     if num_slices > 1:
         _merge_kernel[(num_seqs * num_heads,)](
             partial_out, partial_lse, out, lse, signs, exact_slices, num_slices,
-            HEAD_DIM=head_dim, MAX_SLICES=MAX_SLICES, CHUNK=MERGE_CHUNK, num_warps=4, enable_fp_fusion=True,
-        )
+            HEAD_DIM=head_dim, MAX_SLICES=MAX_SLICES, CHUNK=MERGE_CHUNK, num_warps=4, enable_fp_fusion=True)
     return out
 
 

@@ -29,9 +29,8 @@ def _round(x):
 
 @triton.jit
 def _compress_kernel(
-    x, codes, records, signs, stride_page, stride_token,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, CLIPS: tl.constexpr,
-):
+        x, codes, records, signs, stride_page, stride_token,
+        HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, CLIPS: tl.constexpr):
     """x [N, PAGE_SIZE, D]; codes [N, BITS * PAGE_SIZE * D / 8] uint8
     records [N, PAGE_SIZE + D (K) or 2 * PAGE_SIZE (V)] uint8; signs [D, D], see signs_of"""
     PARTS: tl.constexpr = 8 if BITS == 3 else 8 // BITS
@@ -109,9 +108,8 @@ def _compress_kernel(
 
 @triton.jit
 def _decompress_kernel(
-    codes, records, signs, out, stride_codes, stride_records,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, TOKENS: tl.constexpr,
-):
+        codes, records, signs, out, stride_codes, stride_records, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+        BITS: tl.constexpr, IS_KEY: tl.constexpr, TOKENS: tl.constexpr):
     """As above; records may be wider; out [N, PAGE_SIZE, D]."""
     page = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
@@ -148,6 +146,5 @@ def decompress(codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Te
     _decompress_kernel[(n, page_size // TOKENS)](
         codes, records, signs_of(head_dim, like.dtype, codes.device), out, codes.stride(0), records.stride(0),
         HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, TOKENS=TOKENS,
-        num_warps=4, enable_fp_fusion=True,
-    )
+        num_warps=4, enable_fp_fusion=True)
     return out

@@ -13,9 +13,8 @@ from kernels.ops import AttentionPlan, LayerCache
 
 @triton.jit
 def _attend_compressed(
-    q, scale, state, k_plane, v_plane, warm, seq,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr,
-):
+        q, scale, state, k_plane, v_plane, warm, seq,
+        HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr):
     """`attend` to all pages of one format of a sequence; q and the state are rotated.
 
     They are decompressed: among a hundred rows the work of it is little, unlike among the few of decode.
@@ -35,11 +34,10 @@ def _attend_compressed(
 
 @triton.jit(do_not_specialize=["num_decodes", "stride_table"])  # they change from step to step
 def _prefill_kernel(
-    q, k_cache, v_cache, out, lse, page_table, query_start, exact_lens, scale, num_decodes,
-    stride_q_token, stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table,
-    planes, warm, stride_units_k, stride_units_v,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr,
-):
+        q, k_cache, v_cache, out, lse, page_table, query_start, exact_lens, scale, num_decodes, stride_q_token,
+        stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table, planes, warm,
+        stride_units_k, stride_units_v, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+        PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
     """A block of queries of a sequence and KV head.
 
     q, out [query tokens of the chunks, Hq, D]; lse [query tokens of the chunks, Hq] float32, or None: out and lse
@@ -83,8 +81,7 @@ def _prefill_kernel(
         for f in tl.static_range(len(FORMATS)):
             acc, row_max, row_sum = _attend_compressed(
                 rotated, scale, (acc, row_max, row_sum), units_k + kv_head * stride_units_k,
-                units_v + kv_head * stride_units_v, warm[f], seq, HEAD_DIM, PAGE_SIZE, FORMATS[f],
-            )
+                units_v + kv_head * stride_units_v, warm[f], seq, HEAD_DIM, PAGE_SIZE, FORMATS[f])
         # Of size 1 while it is rotated, for float16. A sequence may have no compressed pages.
         size = tl.where(row_sum > 0, row_sum, 1.0)[:, None]
         acc = rotate(acc / size, signs, HEAD_DIM) * size
@@ -129,8 +126,7 @@ def prefill_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: 
         plan.num_decodes, *q.stride()[:2], *cache.k.stride()[:2], *cache.v.stride()[:2], plan.page_table.stride(0),
         planes, tuple(tables), cache.units_k.stride(0), cache.units_v.stride(0), GROUP=group, HEAD_DIM=head_dim,
         BLOCK_M=block_m, PAGE_SIZE=page_size, FORMATS=tuple(warm.bits for warm in plan.warm),
-        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
-    )
+        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     return out
 
 

@@ -48,9 +48,8 @@ def _load_chosen(best, chosen, start, count):
 
 @triton.jit(do_not_specialize=["pages", "tiles"])  # they change from step to step
 def _score_kernel(
-    rotated, lse, mass, blocks, slots, units_k, warm, pages, tiles, scale, stride_units,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr,
-):
+        rotated, lse, mass, blocks, slots, units_k, warm, pages, tiles, scale, stride_units, GROUP: tl.constexpr,
+        HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
     """The attention that some compressed tokens get of a tile of a block's rows.
 
     rotated [T, Hq, D], q in the basis of compressed pages; lse [T, Hq] float32: contiguous
@@ -85,10 +84,9 @@ def _score_kernel(
 
 @triton.jit(do_not_specialize=["pages", "most"])
 def _swap_kernel(
-    q, out, best, chosen, copies, rotated, lse, blocks, slots, units_k, units_v, signs, warm,
-    pages, most, scale, stride_units, stride_slot,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr,
-):
+        q, out, best, chosen, copies, rotated, lse, blocks, slots, units_k, units_v, signs, warm, pages, most, scale,
+        stride_units, stride_slot, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+        PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
     """Exchange, in the output of a tile of a block's rows, the chosen tokens for their copies.
 
     q, out [T, Hq, D], contiguous; out is read, then written
@@ -166,8 +164,7 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
     result = out.clone(memory_format=torch.contiguous_format)
     rotated = torch.matmul(q, signs).mul_(factor_of(head_dim))
     tables = tuple(
-        (w.codes, w.high, w.records, w.counts, w.codes.stride(0), w.record_bytes, w.codes.shape[1]) for w in formats
-    )
+        (w.codes, w.high, w.records, w.counts, w.codes.stride(0), w.record_bytes, w.codes.shape[1]) for w in formats)
     # More stages spill.
     options = {
         "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_M": block_m, "PAGE_SIZE": page_size,
@@ -175,13 +172,11 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
     }  # fmt: skip
     _score_kernel[(len(blocks) * tiles, num_kv_heads, triton.cdiv(mass.shape[3], SLICE_TOKENS))](
         rotated, lse, mass, blocks, slots, cache.units_k, tables, pages, tiles, scale * LOG2_E,
-        cache.units_k.stride(0), **options, num_warps=4,
-    )
+        cache.units_k.stride(0), **options, num_warps=4)
     mass = mass[:, 0] if tiles == 1 else mass.sum(1)
     best, chosen = mass.topk(min(max(plan.recall.counts), mass.shape[2]))
     _swap_kernel[(len(blocks), num_kv_heads, tiles)](
         q, result, best, chosen, copies, rotated, lse, blocks, slots, cache.units_k, cache.units_v, signs, tables,
         pages, best.shape[2], scale * LOG2_E, cache.units_k.stride(0), copies.stride(0),
-        **options, num_warps=8 if block_m * head_dim > 4096 else 4,
-    )
+        **options, num_warps=8 if block_m * head_dim > 4096 else 4)
     return result
