@@ -25,8 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.check import FLOATS, check
-from kernels.codes import block_of, decode_codes, factor_of, load_signs, signs_of, weigh
+from kernels.codes import FLOATS, block_of, check, decode_codes, factor_of, load_signs, signs_of, weigh
 from kernels.ops import AttentionPlan, LayerCache
 
 LOG2_E = math.log2(math.e)

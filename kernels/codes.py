@@ -1,4 +1,5 @@
-"""How the kernels read compressed pages (`kernels.ops` has their layout), and decode attention over them.
+"""What all kernels share: what their wrappers check, and how they read compressed pages (`kernels.ops` has the layout).
+And decode attention over these.
 
 Decode has no dequantised tile. With s the scale of a token, z the zero of V with its constant, m the means of K, in the
 rotated basis:
@@ -31,7 +32,16 @@ from torch import Tensor
 from kernels.ops import MEAN_EXPONENT, hadamard, min_exponent
 
 lowest = triton.constexpr_function(min_exponent)
-MEAN_BIAS = tl.constexpr((MEAN_EXPONENT + 127) << 23)
+BIAS = tl.constexpr((MEAN_EXPONENT + 127) << 23)  # of the codes of means
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check(name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
+          strides: tuple[int, ...] = (1,)) -> None:
+    """That x has the shape, one of the dtypes, and these as its last strides."""
+    assert x.shape == shape and x.dtype in dtypes and x.stride()[-len(strides) :] == strides, (
+        f"{name}: {x.dtype}, {tuple(x.shape)}, strides {x.stride()}; "
+        f"wanted: {dtypes}, {tuple(shape)}, last strides {strides}")
 
 
 @triton.constexpr_function
@@ -68,7 +78,7 @@ def scale_of(code, EXPONENT: tl.constexpr):
 def mean_of(code):
     """The mean of a code, of which only the low 8 bits count."""
     size = (code.to(tl.int32) & 127) << 20
-    bits = tl.where(size == 0, 0, size + MEAN_BIAS) | ((code.to(tl.int32) & 128) << 24)
+    bits = tl.where(size == 0, 0, size + BIAS) | ((code.to(tl.int32) & 128) << 24)
     return bits.to(tl.float32, bitcast=True)
 
 

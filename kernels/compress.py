@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.check import FLOATS, check
-from kernels.codes import MEAN_BIAS, block_of, factor_of, lowest, mean_of, rotate, scale_of, signs_of, tile_of, width_of
+from kernels.codes import BIAS, FLOATS, block_of, check, factor_of, lowest, mean_of, rotate, scale_of, signs_of, tile_of
 from kernels.ops import CLIPS
 
 LARGEST = tl.constexpr(2.0**14)  # of an element that is compressed
@@ -53,7 +52,7 @@ def _compress_kernel(
     record = records + page * (PAGE_SIZE + (HEAD_DIM if IS_KEY else PAGE_SIZE))
     if IS_KEY:
         mean = tl.sum(rotated, 0)[None, :] * (1.0 / PAGE_SIZE)
-        size = ((tl.abs(mean).to(tl.int32, bitcast=True) + 0x7FFFF) >> 20) - (MEAN_BIAS >> 20)
+        size = ((tl.abs(mean).to(tl.int32, bitcast=True) + 0x7FFFF) >> 20) - (BIAS >> 20)
         code = tl.minimum(tl.maximum(size, 0), 127) | tl.where(mean < 0, 128, 0)
         tl.store(record + PAGE_SIZE + channel, code.to(tl.uint8), mask=used)
         rotated -= mean_of(code)
@@ -114,7 +113,7 @@ def _decompress_kernel(
     page = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
     run, record = codes + page * stride_codes, records + page * stride_records
-    high = run + PAGE_SIZE * width_of(BITS, HEAD_DIM)
+    high = run + PAGE_SIZE * HEAD_DIM // 4
     tile = rotate(tile_of(run, high, record, token, HEAD_DIM, PAGE_SIZE, BITS, IS_KEY), signs, HEAD_DIM)
     dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
     at = out + (page * PAGE_SIZE + token) * HEAD_DIM + dim

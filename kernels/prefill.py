@@ -66,8 +66,7 @@ def _prefill_kernel(
     mask = row_mask & (dim < HEAD_DIM)
     # q holds the chunks only, and every sequence before them has one query. Inside the block int32 is enough.
     first_token = (chunk_start - num_decodes + first_query).to(tl.int64)
-    q_block = q + first_token * stride_q_token + kv_head * GROUP * stride_q_head
-    q_offsets = row // GROUP * stride_q_token + row % GROUP * stride_q_head + dim
+    q += first_token * stride_q_token + kv_head * GROUP * stride_q_head
     # Of tensors without gaps: the first row [Hq], and the rows after it.
     num_heads = tl.num_programs(1) * GROUP
     first_row, at = first_token * num_heads + kv_head * GROUP, row // GROUP * num_heads + row % GROUP
@@ -85,7 +84,7 @@ def _prefill_kernel(
         # Of size 1 while it is rotated, for float16. A sequence may have no compressed pages.
         size = tl.where(row_sum > 0, row_sum, 1.0)[:, None]
         acc = rotate(acc / size, signs, HEAD_DIM) * size
-    q_tile = tl.load(q_block + q_offsets, mask=mask, other=0.0)
+    q_tile = tl.load(q + (row // GROUP * stride_q_token + row % GROUP * stride_q_head + dim), mask=mask, other=0.0)
     # Rows past the chunk see more than the last query would: never nothing, so that no row_max stays infinite.
     visible = prefix_len + query + 1
     length = prefix_len + tl.minimum(first_query + QUERIES, chunk_len)

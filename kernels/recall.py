@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import LOG2_E, attend, check_attention
-from kernels.check import check
-from kernels.codes import block_of, factor_of, offsets_of, rotate, signs_of, tile_of
+from kernels.codes import block_of, check, factor_of, offsets_of, rotate, signs_of, tile_of
 from kernels.ops import AttentionPlan, LayerCache
 
 TOKENS = tl.constexpr(16)  # that are decompressed at a time
@@ -165,11 +164,9 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
     rotated = torch.matmul(q, signs).mul_(factor_of(head_dim))
     tables = tuple(
         (w.codes, w.high, w.records, w.counts, w.codes.stride(0), w.record_bytes, w.codes.shape[1]) for w in formats)
-    # More stages spill.
-    options = {
+    options = {  # more stages spill
         "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_M": block_m, "PAGE_SIZE": page_size,
-        "FORMATS": tuple(warm.bits for warm in formats), "num_stages": 1, "enable_fp_fusion": True,
-    }  # fmt: skip
+        "FORMATS": tuple(warm.bits for warm in formats), "num_stages": 1, "enable_fp_fusion": True}
     _score_kernel[(len(blocks) * tiles, num_kv_heads, triton.cdiv(mass.shape[3], SLICE_TOKENS))](
         rotated, lse, mass, blocks, slots, cache.units_k, tables, pages, tiles, scale * LOG2_E,
         cache.units_k.stride(0), **options, num_warps=4)

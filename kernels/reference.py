@@ -28,15 +28,13 @@ def pack_linear(weight: Tensor) -> Tensor:
     """The weight in oneDNN's blocked layout where that is faster: bfloat16 on a CPU, half the time of a plain
     matrix-vector product, with bit-identical results. Other weights as they are."""
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and cpu_computes_bfloat16():
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        return packed
+        return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     return weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 
@@ -227,10 +225,8 @@ def _warm_tokens(cache: LayerCache, plan: AttentionPlan, b: int, tokens: Tensor)
         planes = [(warm.codes, warm.bits)] if warm.high is None else [(warm.codes, 2), (warm.high, 1)]
         record = warm.records[b][page].long()
         for i, units in enumerate((cache.units_k, cache.units_v)):
-            codes = [
-                units.view(len(units), -1, bits * head_dim // 8)[head, table[b][page].long() * page_size + token]
-                for table, bits in planes
-            ]
+            codes = [units.view(len(units), -1, bits * head_dim // 8)[head, table[b][page].long() * page_size + token]
+                     for table, bits in planes]
             records = units.view(len(units), -1, warm.record_bytes)[head, record]
             scales, zeros = (records.gather(1, (token + first)[:, None]) for first in (0, page_size))
             second = zeros if i else records[:, page_size : page_size + head_dim]
@@ -287,8 +283,7 @@ def _flash(queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: 
     keys, values = (x.expand(len(queries), -1, -1, -1) for x in (keys, values))
     if queries.device.type == "cpu":
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, lse = attention(queries, keys, values, 0.0, causal, scale=scale)
-        return out, lse
+        return attention(queries, keys, values, 0.0, causal, scale=scale)
     scores = (queries.float() @ keys.float().transpose(-1, -2)) * scale
     if causal:
         scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
@@ -315,11 +310,8 @@ def decode_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: f
     for b, (query, pieces) in enumerate(zip(queries, plan.pieces, strict=False)):  # the prefill chunks come after
         # In float32: with bfloat16 operands torch rounds q.k itself to 8 bits, and is slower. In chunks, so that the
         # copies stay small however long a piece is.
-        parts = [
-            torch.bmm(query, keys.narrow(1, at, min(step, start + count - at)).float().mT)
-            for start, count in pieces
-            for at in range(start, start + count, step)
-        ]
+        parts = [torch.bmm(query, keys.narrow(1, at, min(step, start + count - at)).float().mT)
+                 for start, count in pieces for at in range(start, start + count, step)]
         if plan.warm:
             parts += _warm_scores(rotate(query), cache, plan, b)
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

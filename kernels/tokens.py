@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.check import FLOATS, check
-from kernels.codes import block_of
+from kernels.codes import FLOATS, block_of, check
 
 BLOCK_F = 1024  # columns a program of silu_mul: 8 values a thread with 4 warps, one 128-bit access in 16-bit types
 BLOCK_H = 16

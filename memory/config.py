@@ -180,10 +180,9 @@ class CacheConfig:
     def least_units(self, num_tokens: int, sequences: int = 1) -> int:
         """Units of so many tokens in so many sequences with every full page as small as it can be, beside the page that
         each is filling."""
-        frame = 1 << self.exact_order
         if self.tiers is None:
-            return self.pages_for(num_tokens) * frame + (sequences - 1) * frame
+            return (self.pages_for(num_tokens) + sequences - 1) * self.exact_bits
         full = num_tokens // self.page_size
         records = -(-full // self.records_per_block) << self.record_order
         sinks = (WARM_BITS[0] - WARM_BITS[-1]) * min(full, sequences)  # the first pages stay at 8 bits
-        return full * WARM_BITS[-1] + sinks + records + sequences * frame
+        return full * WARM_BITS[-1] + sinks + records + sequences * self.exact_bits
