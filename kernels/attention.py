@@ -88,8 +88,7 @@ def check_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: fl
     assert page_size >= 16 and page_size & (page_size - 1) == 0, f"page_size {page_size} is no power of two from 16 up"
     assert scale > 0, f"scale {scale}: the maximum is taken before the scale"
     check("q", q, q.shape, FLOATS)
-    if lse is not None:
-        check("lse", lse, (tokens, num_heads), (torch.float32,), (num_heads, 1))
+    check("lse", lse, (tokens, num_heads), (torch.float32,), (num_heads, 1))
     (sequences,), int32 = plan.exact_lens.shape, (torch.int32,)
     for name, x in (("k", cache.k), ("v", cache.v)):
         check(name, x, (num_kv_heads, frames, page_size, head_dim), (q.dtype,), (head_dim, 1))
@@ -100,14 +99,14 @@ def check_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: fl
         assert warm.bits in (8, 4, 3, 2) and (warm.bits == 3) == (warm.high is not None), f"{warm.bits} bits"
         assert warm.record_bytes % 4 == head_dim % 8 == 0, f"{warm.record_bytes} bytes, head_dim {head_dim}"
         for name, table in (("codes", warm.codes), ("high", warm.high), ("records", warm.records)):
-            if table is not None:
-                check(f"warm[{i}].{name}", table, (sequences, warm.codes.shape[1]), int32, (warm.codes.stride(0), 1))
+            check(f"warm[{i}].{name}", table, (sequences, warm.codes.shape[1]), int32, (warm.codes.stride(0), 1))
         check(f"warm[{i}].counts", warm.counts, (sequences,), int32)
     for name, units in (("units_k", cache.units_k), ("units_v", cache.units_v)) if plan.warm else ():
         shape = (num_kv_heads, units.shape[1], page_size * head_dim // 8)
         check(name, units, shape, (torch.uint8,), (shape[2], 1))
         assert units.data_ptr() % 4 == units.stride(0) % 4 == 0, f"{name} at {units.data_ptr()}, {units.stride()}"
     return num_heads // num_kv_heads, page_size
+
 
 @triton.jit(do_not_specialize=[  # they change from step to step
     "exact_slices", "first_slice", "num_slices", "stride_table", "stride_logits_seq", "stride_logits_head",
@@ -148,7 +147,6 @@ def _decode_kernel(
     last_page = tl.minimum(first_page + pages_per_slice, num_pages)
 
     BLOCK_G: tl.constexpr = block_of(GROUP)
-    BLOCK_D: tl.constexpr = block_of(HEAD_DIM)
     row = tl.arange(0, BLOCK_G)[:, None]
     row_mask = row < GROUP
     if first_page >= last_page:
@@ -170,10 +168,10 @@ def _decode_kernel(
             first_page, last_page, scale, num_slices, stride_q_head, stride_logits_head, record_bytes,
             GROUP, HEAD_DIM, PAGE_SIZE, BITS)
         return
-    dim = tl.arange(0, BLOCK_D)[None, :]
+    dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
     mask = row_mask & (dim < HEAD_DIM)
     q_tile = tl.load(q + row * stride_q_head + dim, mask=mask, other=0.0)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_G, block_of(HEAD_DIM)], tl.float32)
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G, PAGE_SIZE], tl.float32)
     state = (acc, row_max, row_sum)

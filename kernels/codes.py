@@ -36,10 +36,10 @@ BIAS = tl.constexpr((MEAN_EXPONENT + 127) << 23)  # of the codes of means
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def check(name: str, x: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
+def check(name: str, x: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
           strides: tuple[int, ...] = (1,)) -> None:
-    """That x has the shape, one of the dtypes, and these as its last strides."""
-    assert x.shape == shape and x.dtype in dtypes and x.stride()[-len(strides) :] == strides, (
+    """That x, if there is any, has the shape, one of the dtypes, and these as its last strides."""
+    assert x is None or (x.shape == shape and x.dtype in dtypes and x.stride()[-len(strides) :] == strides), (
         f"{name}: {x.dtype}, {tuple(x.shape)}, strides {x.stride()}; "
         f"wanted: {dtypes}, {tuple(shape)}, last strides {strides}")
 
@@ -227,8 +227,7 @@ def decode_codes(
     row = tl.arange(0, BLOCK_H)[:, None]
     dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
     pair = tl.arange(0, BLOCK_W // 2)
-    mask = (row < GROUP) & (dim < HEAD_DIM)
-    q_tile = tl.load(q + row * stride_q_head + dim, mask=mask, other=0.0)
+    q_tile = tl.load(q + row * stride_q_head + dim, mask=(row < GROUP) & (dim < HEAD_DIM), other=0.0)
     exact_parts, parts, acc = (), (), ()
     middle = tl.zeros([BLOCK_H], tl.float32)
     for i in tl.static_range(16 // LOW):

@@ -47,8 +47,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float)
     tokens, width = x.shape
     check("x", x, x.shape, FLOATS)
     check("weight", weight, (width,), FLOATS)
-    if residual is not None:
-        check("residual", residual, x.shape, (x.dtype, torch.float32))
+    check("residual", residual, x.shape, (x.dtype, torch.float32))
     out = x.new_empty(tokens, width, dtype=weight.dtype)
     # A row stays in registers: 16 to 32 values a thread, so that every load is 128 bits wide.
     num_warps = min(max(block_of(width, 1) // 1024, 1), 16)
