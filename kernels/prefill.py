@@ -62,21 +62,20 @@ def _prefill_kernel(
     row = tl.arange(0, BLOCK_M)[:, None]
     query = first_query + row // GROUP
     dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
-    row_mask = (row < QUERIES * GROUP) & (query < chunk_len)
-    mask = row_mask & (dim < HEAD_DIM)
+    mask = (row < QUERIES * GROUP) & (query < chunk_len) & (dim < HEAD_DIM)
     # q holds the chunks only, and every sequence before them has one query. Inside the block int32 is enough.
     first_token = (chunk_start - num_decodes + first_query).to(tl.int64)
-    q += first_token * stride_q_token + kv_head * GROUP * stride_q_head
-    # Of tensors without gaps: the first row [Hq], and the rows after it.
+    q_block = q + first_token * stride_q_token + kv_head * GROUP * stride_q_head
+    q_offsets = row // GROUP * stride_q_token + row % GROUP * stride_q_head + dim
     num_heads = tl.num_programs(1) * GROUP
-    first_row, at = first_token * num_heads + kv_head * GROUP, row // GROUP * num_heads + row % GROUP
 
     acc = tl.zeros([BLOCK_M, block_of(HEAD_DIM)], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if len(FORMATS) > 0:
         units_k, units_v, rotated_q, signs = planes
-        rotated = tl.load(rotated_q + first_row * HEAD_DIM + (at * HEAD_DIM + dim), mask=mask, other=0.0)
+        rotated = rotated_q + (first_token * num_heads + kv_head * GROUP) * HEAD_DIM
+        rotated = tl.load(rotated + (row // GROUP * num_heads + row % GROUP) * HEAD_DIM + dim, mask=mask, other=0.0)
         for f in tl.static_range(len(FORMATS)):
             acc, row_max, row_sum = _attend_compressed(
                 rotated, scale, (acc, row_max, row_sum), units_k + kv_head * stride_units_k,
@@ -84,7 +83,7 @@ def _prefill_kernel(
         # Of size 1 while it is rotated, for float16. A sequence may have no compressed pages.
         size = tl.where(row_sum > 0, row_sum, 1.0)[:, None]
         acc = rotate(acc / size, signs, HEAD_DIM) * size
-    q_tile = tl.load(q + (row // GROUP * stride_q_token + row % GROUP * stride_q_head + dim), mask=mask, other=0.0)
+    q_tile = tl.load(q_block + q_offsets, mask=mask, other=0.0)
     # Rows past the chunk see more than the last query would: never nothing, so that no row_max stays infinite.
     visible = prefix_len + query + 1
     length = prefix_len + tl.minimum(first_query + QUERIES, chunk_len)
@@ -98,9 +97,12 @@ def _prefill_kernel(
         state = attend_page(q_tile, scale, state, pages, page, visible, length, None, None, HEAD_DIM, PAGE_SIZE)
     acc, row_max, row_sum = state
     result = (acc * (1.0 / row_sum)[:, None]).to(out.dtype.element_ty)
-    tl.store(out + first_row * HEAD_DIM + (at * HEAD_DIM + dim), result, mask=mask)
+    out_block = out + (first_token * num_heads + kv_head * GROUP) * HEAD_DIM
+    tl.store(out_block + (row // GROUP * num_heads + row % GROUP) * HEAD_DIM + dim, result, mask=mask)
     if lse is not None:
-        tl.store(lse + first_row + at, (row_max + tl.log2(row_sum))[:, None], mask=row_mask)
+        at = lse + first_token * num_heads + kv_head * GROUP + row // GROUP * num_heads + row % GROUP
+        row_mask = (row < QUERIES * GROUP) & (query < chunk_len)
+        tl.store(at, (row_max + tl.log2(row_sum))[:, None], mask=row_mask)
 
 
 def prefill_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float,

@@ -145,7 +145,7 @@ def _warm_scores(query: Tensor, cache: LayerCache, plan: AttentionPlan, b: int) 
     scores = []
     for bits, parts in _warm_parts(cache, plan, b, True):
         values, scales, means = (part.flatten(1, 2).mT for part in parts)
-        products = torch.baddbmm(total, query, values, beta=-_middle(bits)).mul_(scales)
+        products = torch.baddbmm(total, query, values, beta=-((1 << bits) - 1) / 2).mul_(scales)
         scores.append(products.add_(torch.bmm(query, means).repeat_interleave(cache.k.shape[2], 2)))
     return scores
 
@@ -248,8 +248,7 @@ def _parts(codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Tensor
     if is_key:
         second = decode_means(records[..., None, page_size : page_size + head_dim])
     else:
-        zeros = records[..., page_size : 2 * page_size, None].view(torch.int8)
-        second = zeros.float().sub_(1 << bits - 1)
+        second = records[..., page_size : 2 * page_size, None].view(torch.int8).float().sub_(1 << bits - 1)
     return _unpack(codes, bits, page_size), scales, second
 
 
@@ -257,13 +256,8 @@ def _join(parts: tuple[Tensor, Tensor, Tensor], bits: int, is_key: bool) -> Tens
     """The pages in the rotated basis [..., page_size, D], in the memory of the codes."""
     values, scales, second = parts
     if is_key:
-        return values.sub_(_middle(bits)).mul_(scales).add_(second)
+        return values.sub_(((1 << bits) - 1) / 2).mul_(scales).add_(second)
     return values.add_(second).mul_(scales)
-
-
-def _middle(bits: int) -> float:
-    """Of the codes of K."""
-    return ((1 << bits) - 1) / 2
 
 
 def _unpack(packed: Tensor, bits: int, page_size: int) -> Tensor:
