@@ -325,7 +325,8 @@ def decode_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: f
 def _store_logits(logits: Tensor, scores: Tensor, plan: AttentionPlan, b: int, page_size: int) -> None:
     """Put the scores [Hq, tokens], exact tokens first, into their columns."""
     counts = [int(plan.exact_lens[b]), *(int(warm.counts[b]) * page_size for warm in plan.warm)]
-    tables = [plan.page_table, *(warm.codes for warm in plan.warm)]
-    columns = logits.split([table.shape[1] * page_size for table in tables], dim=1)
-    for part, target in zip(scores.split(counts, dim=1), columns, strict=True):
-        target[:, : part.shape[1]] = part
+    widths = [plan.page_table.shape[1], *(warm.codes.shape[1] for warm in plan.warm)]
+    column = 0
+    for part, width in zip(scores.split(counts, dim=1), widths, strict=True):
+        logits[:, column : column + part.shape[1]] = part
+        column += width * page_size
