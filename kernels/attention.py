@@ -1,4 +1,7 @@
-"""Attention over the page table: flash-style for prefill chunks (kernels.prefill), split-KV for decode (here).
+"""Attention over the page table: flash-style for prefill chunks (kernels.prefill), split-KV for decode (here, with what
+both share).
+
+Softmax works in base 2 (exp2 is an instruction, exp is not): logit = log2(e) * scale * q.k, in float32 throughout.
 
 Both read the cache page by page: one page is one tile, so a tile needs one scalar page id and fixed offsets. Both pack
 the query heads that share a KV head into the rows of one `tl.dot`, so a page is read once per KV head:
@@ -15,31 +18,104 @@ Whole pages that every row sees in full need no mask. Only the last tiles do, an
 rest of a recycled page holds stale numbers, and a NaN times a probability of 0 is NaN.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attend import LOG2_E, attend_page, check_attention
-from kernels.check import check
-from kernels.codes import block_of, decode_codes, factor_of, load_signs, signs_of
+from kernels.codes import FLOATS, block_of, check, decode_codes, factor_of, load_signs, signs_of, weigh
 from kernels.ops import AttentionPlan, LayerCache
 
+LOG2_E = math.log2(math.e)
 MIN_SLICE_TOKENS = 128  # below it, the partial results cost more to write and merge than the slice wins
 MAX_SLICES = 128  # the merge holds one log-sum-exp per slice in registers
 MERGE_CHUNK = 16  # slices the merge reads at a time
 
 
+@triton.jit
+def attend(q, k, v, scale, state, first_token, visible, num_tokens, logits, row_mask):
+    """One step of the online softmax -> the new state. q [ROWS, BLOCK_D]; k, v [TOKENS, BLOCK_D].
+
+    state: of what was attended to so far: the output times row_sum [ROWS, BLOCK_D] float32; row_max [ROWS], the largest
+    logit; row_sum, of exp2(logit - row_max): [ROWS] or, which saves the sum over the lanes and warps in every step, for
+    registers, [ROWS, TOKENS]
+    visible: [ROWS, 1] or scalar: a row sees the tokens before this one. None: it sees all
+    num_tokens: tokens from here on have no logit. Read if visible is given
+    logits: [ROWS, 1] pointers to the rows' logits, which are stored unless it is None
+    row_mask: of the rows that have them
+    """
+    acc, row_max, row_sum = state
+    logit = tl.dot(q, tl.trans(k), input_precision="ieee")
+    column = first_token + tl.arange(0, k.shape[0])[None, :]
+    if logits is not None:
+        mask = row_mask if visible is None else row_mask & (column < num_tokens)
+        tl.store(logits + column, logit * scale, mask=mask)
+    if visible is not None:
+        logit = tl.where(column < visible, logit, float("-inf"))
+    p, decay, row_max, row_sum = weigh(logit, scale, row_max, row_sum)
+    return tl.dot(p.to(v.dtype), v, acc * decay, input_precision="ieee"), row_max, row_sum
+
+
+@triton.jit
+def attend_page(q, scale, state, pages, page, visible, num_tokens, logits, row_mask, HEAD_DIM: tl.constexpr,
+                PAGE_SIZE: tl.constexpr):
+    """`attend` to one exact page; tokens from num_tokens on are not loaded either.
+
+    pages: scalar pointers to K and V [frames, PAGE_SIZE, HEAD_DIM] of a head, pages without gaps; strides of frames;
+    pointer to the frames of the sequence's pages
+    """
+    k_head, v_head, stride_k_frame, stride_v_frame, frames = pages
+    frame = tl.load(frames + page).to(tl.int64)
+    dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
+    token = tl.arange(0, PAGE_SIZE)[:, None]
+    offsets = token * HEAD_DIM + dim
+    mask = dim < HEAD_DIM
+    if visible is not None:
+        mask = (page * PAGE_SIZE + token < num_tokens) & (dim < HEAD_DIM)
+    k = tl.load(k_head + frame * stride_k_frame + offsets, mask=mask, other=0.0)
+    v = tl.load(v_head + frame * stride_v_frame + offsets, mask=mask, other=0.0)
+    return attend(q, k, v, scale, state, page * PAGE_SIZE, visible, num_tokens, logits, row_mask)
+
+
+def check_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float,
+                    lse: Tensor | None = None) -> tuple[int, int]:
+    """What the kernels of attention assume -> (query heads per KV head, page size)."""
+    tokens, num_heads, head_dim = q.shape
+    num_kv_heads, frames, page_size, _ = cache.k.shape
+    assert num_heads % num_kv_heads == 0, f"{num_heads} query heads for {num_kv_heads} KV heads"
+    assert page_size >= 16 and page_size & (page_size - 1) == 0, f"page_size {page_size} is no power of two from 16 up"
+    assert scale > 0, f"scale {scale}: the maximum is taken before the scale"
+    check("q", q, q.shape, FLOATS)
+    check("lse", lse, (tokens, num_heads), (torch.float32,), (num_heads, 1))
+    (sequences,), int32 = plan.exact_lens.shape, (torch.int32,)
+    for name, x in (("k", cache.k), ("v", cache.v)):
+        check(name, x, (num_kv_heads, frames, page_size, head_dim), (q.dtype,), (head_dim, 1))
+    check("exact_lens", plan.exact_lens, (sequences,), int32)
+    check("query_start", plan.query_start, plan.query_start.shape, int32)
+    check("page_table", plan.page_table, (sequences, plan.page_table.shape[1]), int32)
+    for i, warm in enumerate(plan.warm):
+        assert warm.bits in (8, 4, 3, 2) and (warm.bits == 3) == (warm.high is not None), f"{warm.bits} bits"
+        assert warm.record_bytes % 4 == head_dim % 8 == 0, f"{warm.record_bytes} bytes, head_dim {head_dim}"
+        for name, table in (("codes", warm.codes), ("high", warm.high), ("records", warm.records)):
+            check(f"warm[{i}].{name}", table, (sequences, warm.codes.shape[1]), int32, (warm.codes.stride(0), 1))
+        check(f"warm[{i}].counts", warm.counts, (sequences,), int32)
+    for name, units in (("units_k", cache.units_k), ("units_v", cache.units_v)) if plan.warm else ():
+        shape = (num_kv_heads, units.shape[1], page_size * head_dim // 8)
+        check(name, units, shape, (torch.uint8,), (shape[2], 1))
+        assert units.data_ptr() % 4 == units.stride(0) % 4 == 0, f"{name} at {units.data_ptr()}, {units.stride()}"
+    return num_heads // num_kv_heads, page_size
+
+
 @triton.jit(do_not_specialize=[  # they change from step to step
     "exact_slices", "first_slice", "num_slices", "stride_table", "stride_logits_seq", "stride_logits_head",
-    "stride_codes", "first_column",
-])
+    "stride_codes", "first_column"])
 def _decode_kernel(
-    q, k_cache, v_cache, out, lse, logits, page_table, exact_lens, scale, exact_slices, first_slice, num_slices,
-    stride_q_token, stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table,
-    stride_logits_seq, stride_logits_head, first_column, warm, stride_codes,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr,
-):
+        q, k_cache, v_cache, out, lse, logits, page_table, exact_lens, scale, exact_slices, first_slice, num_slices,
+        stride_q_token, stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table,
+        stride_logits_seq, stride_logits_head, first_column, warm, stride_codes,
+        GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr):
     """A slice of a sequence and KV head.
 
     q [num_decodes, Hq, D]; k_cache, v_cache [Hkv, frames, PAGE_SIZE, D], pages without gaps
@@ -71,7 +147,6 @@ def _decode_kernel(
     last_page = tl.minimum(first_page + pages_per_slice, num_pages)
 
     BLOCK_G: tl.constexpr = block_of(GROUP)
-    BLOCK_D: tl.constexpr = block_of(HEAD_DIM)
     row = tl.arange(0, BLOCK_G)[:, None]
     row_mask = row < GROUP
     if first_page >= last_page:
@@ -91,13 +166,12 @@ def _decode_kernel(
             q, out, lse, None if logits is None else logits + first_column,
             units_k + kv_head * stride_units_k, units_v + kv_head * stride_units_v, tables, signs,
             first_page, last_page, scale, num_slices, stride_q_head, stride_logits_head, record_bytes,
-            GROUP, HEAD_DIM, PAGE_SIZE, BITS,
-        )
+            GROUP, HEAD_DIM, PAGE_SIZE, BITS)
         return
-    dim = tl.arange(0, BLOCK_D)[None, :]
+    dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
     mask = row_mask & (dim < HEAD_DIM)
     q_tile = tl.load(q + row * stride_q_head + dim, mask=mask, other=0.0)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_G, block_of(HEAD_DIM)], tl.float32)
     row_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_G, PAGE_SIZE], tl.float32)
     state = (acc, row_max, row_sum)
@@ -131,9 +205,8 @@ def _add_slices(acc, rows, lse_row, total, first, last, mask, HEAD_DIM: tl.const
 
 @triton.jit(do_not_specialize=["exact_slices", "num_slices"])
 def _merge_kernel(
-    partial_out, partial_lse, out, lse, signs, exact_slices, num_slices,
-    HEAD_DIM: tl.constexpr, MAX_SLICES: tl.constexpr, CHUNK: tl.constexpr,
-):
+        partial_out, partial_lse, out, lse, signs, exact_slices, num_slices,
+        HEAD_DIM: tl.constexpr, MAX_SLICES: tl.constexpr, CHUNK: tl.constexpr):
     """The slices of a sequence and query head as one.
 
     partial_out [num_decodes, Hq, slices, D] float32; from slice exact_slices on in the rotated basis of kernels.ops
@@ -161,10 +234,8 @@ def _merge_kernel(
     tl.store(out + row * HEAD_DIM + dim, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def decode_attention(
-    q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, logits: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
+def decode_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, logits: Tensor | None = None,
+                     lse: Tensor | None = None) -> Tensor:
     """Attention of the sequences [0, plan.num_decodes), one query each. Tensors as in `Ops`."""
     group, page_size = check_attention(q, cache, plan, scale, lse)
     num_seqs, num_heads, head_dim = q.shape
@@ -197,14 +268,12 @@ def decode_attention(
             launch_exact, first_slice, num_slices, *q.stride()[:2], *cache.k.stride()[:2], *cache.v.stride()[:2],
             plan.page_table.stride(0), *((0, 0) if logits is None else logits.stride()[:2]), first_column, pages,
             stride_codes, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits,
-            num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
-        )
+            num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
         first_slice, first_column, launch_exact = first_slice + launch_exact + slices, first_column + columns, 0
     if num_slices > 1:
         _merge_kernel[(num_seqs * num_heads,)](
             partial_out, partial_lse, out, lse, signs, exact_slices, num_slices,
-            HEAD_DIM=head_dim, MAX_SLICES=MAX_SLICES, CHUNK=MERGE_CHUNK, num_warps=4, enable_fp_fusion=True,
-        )
+            HEAD_DIM=head_dim, MAX_SLICES=MAX_SLICES, CHUNK=MERGE_CHUNK, num_warps=4, enable_fp_fusion=True)
     return out
 
 

@@ -1,4 +1,5 @@
-"""How the kernels read compressed pages (`kernels.ops` has their layout), and decode attention over them.
+"""What all kernels share: what their wrappers check, and how they read compressed pages (`kernels.ops` has the layout).
+And decode attention over these.
 
 Decode has no dequantised tile. With s the scale of a token, z the zero of V with its constant, m the means of K, in the
 rotated basis:
@@ -31,7 +32,16 @@ from torch import Tensor
 from kernels.ops import MEAN_EXPONENT, hadamard, min_exponent
 
 lowest = triton.constexpr_function(min_exponent)
-MEAN_BIAS = tl.constexpr((MEAN_EXPONENT + 127) << 23)
+BIAS = tl.constexpr((MEAN_EXPONENT + 127) << 23)  # of the codes of means
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check(name: str, x: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...],
+          strides: tuple[int, ...] = (1,)) -> None:
+    """That x, if there is any, has the shape, one of the dtypes, and these as its last strides."""
+    assert x is None or (x.shape == shape and x.dtype in dtypes and x.stride()[-len(strides) :] == strides), (
+        f"{name}: {x.dtype}, {tuple(x.shape)}, strides {x.stride()}; "
+        f"wanted: {dtypes}, {tuple(shape)}, last strides {strides}")
 
 
 @triton.constexpr_function
@@ -68,7 +78,7 @@ def scale_of(code, EXPONENT: tl.constexpr):
 def mean_of(code):
     """The mean of a code, of which only the low 8 bits count."""
     size = (code.to(tl.int32) & 127) << 20
-    bits = tl.where(size == 0, 0, size + MEAN_BIAS) | ((code.to(tl.int32) & 128) << 24)
+    bits = tl.where(size == 0, 0, size + BIAS) | ((code.to(tl.int32) & 128) << 24)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -146,9 +156,10 @@ def unpack(low, high, i: tl.constexpr, BITS: tl.constexpr, FLOAT: tl.constexpr):
 
 
 @triton.jit
-def offsets_of(tables, at, record_bytes, RUN: tl.constexpr, BITS: tl.constexpr):
+def offsets_of(tables, at, record_bytes, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr):
     """int64: where a page's codes, their high plane (only of 3 bits) and its record start in a head's plane. The page
-    has the entry `at` of the tables codes, high and records of WarmPages; its codes, or their low plane, RUN bytes."""
+    has the entry `at` of the tables codes, high and records of WarmPages."""
+    RUN: tl.constexpr = PAGE_SIZE * width_of(BITS, HEAD_DIM)
     run = tl.load(tables[0] + at).to(tl.int64) * RUN
     high = run
     if BITS == 3:
@@ -157,31 +168,30 @@ def offsets_of(tables, at, record_bytes, RUN: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def tile_of(
-    low, high, scales, second, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr
-):
-    """[TOKENS, BLOCK_D] float32, in the rotated basis; columns from HEAD_DIM on are 0. Scalar pointers to bytes:
+def tile_of(run, high, record, token, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr,
+            IS_KEY: tl.constexpr):
+    """[TOKENS, BLOCK_D] float32, in the rotated basis; columns from HEAD_DIM on are 0.
 
-    low, high: the codes of the first token; high: of 3 bits only
-    scales, second: the scales of these tokens, and their zeros (V) or the means (K)
+    run, high, record: pointers to where the page's codes, their high plane (only of 3 bits) and its record start;
+    scalar or, where the tokens are of several pages, [TOKENS, 1] like token, their numbers in the page
     """
     LOW: tl.constexpr = low_bits(BITS)
     WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
-    token = tl.arange(0, TOKENS)[:, None]
     dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
-    code = tl.load(low + token * WIDTH + dim % WIDTH, mask=dim < HEAD_DIM, other=0).to(tl.int32)
+    code = tl.load(run + token * WIDTH + dim % WIDTH, mask=dim < HEAD_DIM, other=0).to(tl.int32)
     code = code >> (dim // WIDTH * LOW) & ((1 << LOW) - 1)
     if BITS == 3:
         bits = tl.load(high + token * (WIDTH // 2) + dim % (WIDTH // 2), mask=dim < HEAD_DIM, other=0).to(tl.int32)
         code |= (bits >> (dim // (WIDTH // 2)) & 1) << 2
     # 2^23 + code, by its bits: converting an integer is four times slower
     value = (code | 0x4B000000).to(tl.float32, bitcast=True) - 2.0**23
-    scale = scale_of(tl.load(scales + token), lowest(BITS))
+    scale = scale_of(tl.load(record + token), lowest(BITS))
     if IS_KEY:
-        mean = mean_of(tl.load(second + dim, mask=dim < HEAD_DIM, other=0))
+        mean = mean_of(tl.load(record + PAGE_SIZE + dim, mask=dim < HEAD_DIM, other=0))
         value = (value - ((1 << BITS) - 1) * 0.5) * scale + mean
     else:
-        value = (value + (tl.load(second + token).to(tl.int8, bitcast=True).to(tl.float32) - (1 << BITS - 1))) * scale
+        zero = tl.load(record + PAGE_SIZE + token).to(tl.int8, bitcast=True).to(tl.float32)
+        value = (value + (zero - (1 << BITS - 1))) * scale
     return tl.where(dim < HEAD_DIM, value, 0.0)
 
 
@@ -199,10 +209,9 @@ def weigh(logit, scale, row_max, row_sum):
 
 @triton.jit
 def decode_codes(
-    q, out, lse, logits, k_plane, v_plane, tables, signs, first_page, last_page, scale, num_slices,
-    stride_q_head, stride_logits_head, record_bytes,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr,
-):
+        q, out, lse, logits, k_plane, v_plane, tables, signs, first_page, last_page, scale, num_slices,
+        stride_q_head, stride_logits_head, record_bytes,
+        GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr):
     """A slice of decode attention of one sequence and KV head: the pages [first_page, last_page) of one format.
 
     q [GROUP, D]; out [GROUP, num_slices, D] float32, in the rotated basis; lse [GROUP, num_slices]: of this slice
@@ -218,8 +227,7 @@ def decode_codes(
     row = tl.arange(0, BLOCK_H)[:, None]
     dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
     pair = tl.arange(0, BLOCK_W // 2)
-    mask = (row < GROUP) & (dim < HEAD_DIM)
-    q_tile = tl.load(q + row * stride_q_head + dim, mask=mask, other=0.0)
+    q_tile = tl.load(q + row * stride_q_head + dim, mask=(row < GROUP) & (dim < HEAD_DIM), other=0.0)
     exact_parts, parts, acc = (), (), ()
     middle = tl.zeros([BLOCK_H], tl.float32)
     for i in tl.static_range(16 // LOW):
@@ -238,7 +246,7 @@ def decode_codes(
     word = tl.arange(0, BLOCK_W // 4)
     quarter = tl.arange(0, PAGE_SIZE // 4)
     for page in range(first_page, last_page):
-        run, high, record = offsets_of(tables, page, record_bytes, PAGE_SIZE * WIDTH, BITS)
+        run, high, record = offsets_of(tables, page, record_bytes, HEAD_DIM, PAGE_SIZE, BITS)
         k = load_words(k_plane + run, token[:, None], word[None, :], WIDTH, WIDTH, 4)
         v = neighbours(load_words(v_plane + run, token[:, None], pair[None, :], WIDTH, WIDTH, 2))
         k_high, v_high = k, v

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.check import FLOATS, check
-from kernels.codes import MEAN_BIAS, block_of, factor_of, lowest, mean_of, rotate, scale_of, signs_of, tile_of, width_of
+from kernels.codes import BIAS, FLOATS, block_of, check, factor_of, lowest, mean_of, rotate, scale_of, signs_of, tile_of
 from kernels.ops import CLIPS
 
 LARGEST = tl.constexpr(2.0**14)  # of an element that is compressed
@@ -29,9 +28,8 @@ def _round(x):
 
 @triton.jit
 def _compress_kernel(
-    x, codes, records, signs, stride_page, stride_token,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, CLIPS: tl.constexpr,
-):
+        x, codes, records, signs, stride_page, stride_token,
+        HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, CLIPS: tl.constexpr):
     """x [N, PAGE_SIZE, D]; codes [N, BITS * PAGE_SIZE * D / 8] uint8
     records [N, PAGE_SIZE + D (K) or 2 * PAGE_SIZE (V)] uint8; signs [D, D], see signs_of"""
     PARTS: tl.constexpr = 8 if BITS == 3 else 8 // BITS
@@ -54,7 +52,7 @@ def _compress_kernel(
     record = records + page * (PAGE_SIZE + (HEAD_DIM if IS_KEY else PAGE_SIZE))
     if IS_KEY:
         mean = tl.sum(rotated, 0)[None, :] * (1.0 / PAGE_SIZE)
-        size = ((tl.abs(mean).to(tl.int32, bitcast=True) + 0x7FFFF) >> 20) - (MEAN_BIAS >> 20)
+        size = ((tl.abs(mean).to(tl.int32, bitcast=True) + 0x7FFFF) >> 20) - (BIAS >> 20)
         code = tl.minimum(tl.maximum(size, 0), 127) | tl.where(mean < 0, 128, 0)
         tl.store(record + PAGE_SIZE + channel, code.to(tl.uint8), mask=used)
         rotated -= mean_of(code)
@@ -109,20 +107,16 @@ def _compress_kernel(
 
 @triton.jit
 def _decompress_kernel(
-    codes, records, signs, out, stride_codes, stride_records,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, TOKENS: tl.constexpr,
-):
+        codes, records, signs, out, stride_codes, stride_records, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+        BITS: tl.constexpr, IS_KEY: tl.constexpr, TOKENS: tl.constexpr):
     """As above; records may be wider; out [N, PAGE_SIZE, D]."""
     page = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * TOKENS
-    WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
-    low = codes + page * stride_codes + first * WIDTH
-    high = codes + page * stride_codes + PAGE_SIZE * WIDTH + first * (WIDTH // 2)
-    scales = records + page * stride_records + first
-    second = records + page * stride_records + PAGE_SIZE + (0 if IS_KEY else first)
-    tile = rotate(tile_of(low, high, scales, second, TOKENS, HEAD_DIM, BITS, IS_KEY), signs, HEAD_DIM)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    run, record = codes + page * stride_codes, records + page * stride_records
+    high = run + PAGE_SIZE * HEAD_DIM // 4
+    tile = rotate(tile_of(run, high, record, token, HEAD_DIM, PAGE_SIZE, BITS, IS_KEY), signs, HEAD_DIM)
     dim = tl.arange(0, block_of(HEAD_DIM))[None, :]
-    at = out + (page * PAGE_SIZE + first + tl.arange(0, TOKENS)[:, None]) * HEAD_DIM + dim
+    at = out + (page * PAGE_SIZE + token) * HEAD_DIM + dim
     tl.store(at, tile.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
@@ -151,6 +145,5 @@ def decompress(codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Te
     _decompress_kernel[(n, page_size // TOKENS)](
         codes, records, signs_of(head_dim, like.dtype, codes.device), out, codes.stride(0), records.stride(0),
         HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, TOKENS=TOKENS,
-        num_warps=4, enable_fp_fusion=True,
-    )
+        num_warps=4, enable_fp_fusion=True)
     return out

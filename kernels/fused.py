@@ -4,13 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels.activation import silu_mul
 from kernels.attention import decode_attention
 from kernels.compress import compress, decompress
-from kernels.norm import add_rms_norm, rms_norm
 from kernels.prefill import prefill_attention
 from kernels.recall import recall
-from kernels.rope import rope_store
+from kernels.tokens import add_rms_norm, rms_norm, rope_store, silu_mul
 
 __all__ = [
     "add_rms_norm", "compress", "decode_attention", "decompress", "linear", "linear_float32", "pack_linear",

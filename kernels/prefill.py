@@ -6,50 +6,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attend import LOG2_E, attend, attend_page, check_attention
-from kernels.codes import block_of, factor_of, offsets_of, rotate, signs_of, tile_of, width_of
+from kernels.attention import LOG2_E, attend, attend_page, check_attention
+from kernels.codes import block_of, factor_of, offsets_of, rotate, signs_of, tile_of
 from kernels.ops import AttentionPlan, LayerCache
 
 
 @triton.jit
 def _attend_compressed(
-    q, scale, state, k_plane, v_plane, tables, sizes, seq,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr,
-):
+        q, scale, state, k_plane, v_plane, warm, seq,
+        HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr):
     """`attend` to all pages of one format of a sequence; q and the state are rotated.
 
     They are decompressed: among a hundred rows the work of it is little, unlike among the few of decode.
 
-    k_plane, v_plane: the head's units; tables, sizes: of the format, see below
+    k_plane, v_plane: the head's units; warm: of the format, see below
     """
-    stride, record_bytes = sizes
-    WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
     TOKENS: tl.constexpr = 16  # at a time: more spill
     STEPS: tl.constexpr = PAGE_SIZE // TOKENS
-    for step in range(tl.load(tables[3] + seq) * STEPS):
-        at = seq * stride + step // STEPS
-        run, high, record = offsets_of(tables, at, record_bytes, PAGE_SIZE * WIDTH, BITS)
-        first = step % STEPS * TOKENS  # token of the page
-        run += first * WIDTH
-        high += first * (WIDTH // 2)
-        scales = record + first
-        k = tile_of(
-            k_plane + run, k_plane + high, k_plane + scales, k_plane + record + PAGE_SIZE, TOKENS, HEAD_DIM, BITS, True
-        )
-        v = tile_of(
-            v_plane + run, v_plane + high, v_plane + scales, v_plane + scales + PAGE_SIZE, TOKENS, HEAD_DIM, BITS, False
-        )
+    for step in range(tl.load(warm[3] + seq) * STEPS):
+        run, high, record = offsets_of(warm, seq * warm[4] + step // STEPS, warm[5], HEAD_DIM, PAGE_SIZE, BITS)
+        token = step % STEPS * TOKENS + tl.arange(0, TOKENS)[:, None]
+        k = tile_of(k_plane + run, k_plane + high, k_plane + record, token, HEAD_DIM, PAGE_SIZE, BITS, True)
+        v = tile_of(v_plane + run, v_plane + high, v_plane + record, token, HEAD_DIM, PAGE_SIZE, BITS, False)
         state = attend(q, k.to(q.dtype), v.to(q.dtype), scale, state, 0, None, 0, None, None)
     return state
 
 
 @triton.jit(do_not_specialize=["num_decodes", "stride_table"])  # they change from step to step
 def _prefill_kernel(
-    q, k_cache, v_cache, out, lse, page_table, query_start, exact_lens, scale, num_decodes,
-    stride_q_token, stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table,
-    planes, tables, sizes, stride_units_k, stride_units_v,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr,
-):
+        q, k_cache, v_cache, out, lse, page_table, query_start, exact_lens, scale, num_decodes, stride_q_token,
+        stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table, planes, warm,
+        stride_units_k, stride_units_v, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+        PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
     """A block of queries of a sequence and KV head.
 
     q, out [query tokens of the chunks, Hq, D]; lse [query tokens of the chunks, Hq] float32, or None: out and lse
@@ -57,8 +45,7 @@ def _prefill_kernel(
     k_cache, v_cache [Hkv, frames, PAGE_SIZE, D], pages without gaps
     page_table [B, max_pages], query_start [B + 1], exact_lens [B] int32
     planes: units_k, units_v, q rotated [query tokens of the chunks, Hq, D], the signs that rotate [D, D]
-    tables: of each compressed format: codes, high, records, counts of WarmPages
-    sizes: of each: stride of the tables, record_bytes
+    warm: of each compressed format: codes, high, records, counts of WarmPages, stride of the tables, record_bytes
     FORMATS: bits of each
     """
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -92,8 +79,7 @@ def _prefill_kernel(
         for f in tl.static_range(len(FORMATS)):
             acc, row_max, row_sum = _attend_compressed(
                 rotated, scale, (acc, row_max, row_sum), units_k + kv_head * stride_units_k,
-                units_v + kv_head * stride_units_v, tables[f], sizes[f], seq, HEAD_DIM, PAGE_SIZE, FORMATS[f],
-            )
+                units_v + kv_head * stride_units_v, warm[f], seq, HEAD_DIM, PAGE_SIZE, FORMATS[f])
         # Of size 1 while it is rotated, for float16. A sequence may have no compressed pages.
         size = tl.where(row_sum > 0, row_sum, 1.0)[:, None]
         acc = rotate(acc / size, signs, HEAD_DIM) * size
@@ -119,9 +105,8 @@ def _prefill_kernel(
         tl.store(at, (row_max + tl.log2(row_sum))[:, None], mask=row_mask)
 
 
-def prefill_attention(
-    q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, lse: Tensor | None = None
-) -> Tensor:
+def prefill_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float,
+                      lse: Tensor | None = None) -> Tensor:
     """Attention of the prefill chunks, the sequences [plan.num_decodes, B). Tensors as in `Ops`."""
     group, page_size = check_attention(q, cache, plan, scale, lse)
     num_heads, head_dim = q.shape[1:]
@@ -136,15 +121,13 @@ def prefill_attention(
         signs = signs_of(head_dim, q.dtype, q.device)
         rotated = torch.matmul(q, signs, out=torch.empty_like(out)).mul_(factor_of(head_dim))
         planes = (cache.units_k, cache.units_v, rotated, signs)
-    tables = tuple((warm.codes, warm.high, warm.records, warm.counts) for warm in plan.warm)
-    sizes = tuple((warm.codes.stride(0), warm.record_bytes) for warm in plan.warm)
+    tables = ((w.codes, w.high, w.records, w.counts, w.codes.stride(0), w.record_bytes) for w in plan.warm)
     _prefill_kernel[(blocks, num_heads // group, num_chunks)](
         q, cache.k, cache.v, out, lse, plan.page_table, plan.query_start, plan.exact_lens, scale * LOG2_E,
         plan.num_decodes, *q.stride()[:2], *cache.k.stride()[:2], *cache.v.stride()[:2], plan.page_table.stride(0),
-        planes, tables, sizes, cache.units_k.stride(0), cache.units_v.stride(0), GROUP=group, HEAD_DIM=head_dim,
+        planes, tuple(tables), cache.units_k.stride(0), cache.units_v.stride(0), GROUP=group, HEAD_DIM=head_dim,
         BLOCK_M=block_m, PAGE_SIZE=page_size, FORMATS=tuple(warm.bits for warm in plan.warm),
-        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
-    )
+        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
     return out
 
 

@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attend import LOG2_E, attend, check_attention
-from kernels.check import check
-from kernels.codes import block_of, factor_of, offsets_of, rotate, signs_of, tile_of, width_of
+from kernels.attention import LOG2_E, attend, check_attention
+from kernels.codes import block_of, check, factor_of, offsets_of, rotate, signs_of, tile_of
 from kernels.ops import AttentionPlan, LayerCache
 
 TOKENS = tl.constexpr(16)  # that are decompressed at a time
@@ -46,34 +45,17 @@ def _load_chosen(best, chosen, start, count):
     return tl.load(chosen + at, mask=found, other=0).to(tl.int32), found
 
 
-@triton.jit
-def _load_floor(
-    plane, tables, size, seq, page, token,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr,
-):
-    """[TOKENS, BLOCK_D] float32, rotated: K or V of tokens [TOKENS, 1] of a page, or each of its own [TOKENS, 1]."""
-    WIDTH: tl.constexpr = width_of(BITS, HEAD_DIM)
-    run, high, record = offsets_of(tables, seq * size[0] + page, size[1], PAGE_SIZE * WIDTH, BITS)
-    away = token - tl.arange(0, TOKENS)[:, None]  # `tile_of` takes tokens that follow each other
-    scales = plane + record + away
-    second = plane + record + PAGE_SIZE if IS_KEY else scales + PAGE_SIZE
-    low, high = plane + run + away * WIDTH, plane + high + away * (WIDTH // 2)
-    return tile_of(low, high, scales, second, TOKENS, HEAD_DIM, BITS, IS_KEY)
-
-
 @triton.jit(do_not_specialize=["pages", "tiles"])  # they change from step to step
 def _score_kernel(
-    rotated, lse, mass, blocks, slots, units_k, tables, sizes, pages, tiles, scale, stride_units,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr,
-):
+        rotated, lse, mass, blocks, slots, units_k, warm, pages, tiles, scale, stride_units, GROUP: tl.constexpr,
+        HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
     """The attention that some compressed tokens get of a tile of a block's rows.
 
     rotated [T, Hq, D], q in the basis of compressed pages; lse [T, Hq] float32: contiguous
     mass [N, tiles, Hkv, pages * PAGE_SIZE] float32, of -1
     blocks [N, 4] int32 of Recall
     slots [B, pages] int32: the copies of the pages of all formats
-    tables: of each format: codes, high, records, counts of WarmPages
-    sizes: of each: stride of the tables, record_bytes, pages of a row
+    warm: of each format: codes, high, records, counts of WarmPages, stride of the tables, record_bytes, pages of a row
     FORMATS: bits of each
     """
     block = tl.program_id(0) // tiles
@@ -85,25 +67,25 @@ def _score_kernel(
     plane = units_k + tl.program_id(1).to(tl.int64) * stride_units
     mass += (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * pages * PAGE_SIZE
     for f in tl.static_range(len(FORMATS)):
-        for page in range(tl.program_id(2), tl.load(tables[f][3] + seq), tl.num_programs(2)):
+        for page in range(tl.program_id(2), tl.load(warm[f][3] + seq), tl.num_programs(2)):
             if tl.load(slots + page) >= 0:
+                at = seq * warm[f][4] + page
+                run, high, record = offsets_of(warm[f], at, warm[f][5], HEAD_DIM, PAGE_SIZE, FORMATS[f])
+                run, high, record = plane + run, plane + high, plane + record
                 for first in range(0, PAGE_SIZE, TOKENS):
                     token = first + tl.arange(0, TOKENS)
-                    k = _load_floor(
-                        plane, tables[f], sizes[f], seq, page, token[:, None], HEAD_DIM, PAGE_SIZE, FORMATS[f], True
-                    )
+                    k = tile_of(run, high, record, token[:, None], HEAD_DIM, PAGE_SIZE, FORMATS[f], True)
                     logit = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
                     tl.store(mass + page * PAGE_SIZE + token, tl.sum(tl.exp2(logit * scale - old), 0))
-        mass += sizes[f][2] * PAGE_SIZE
-        slots += sizes[f][2]
+        mass += warm[f][6] * PAGE_SIZE
+        slots += warm[f][6]
 
 
 @triton.jit(do_not_specialize=["pages", "most"])
 def _swap_kernel(
-    q, out, best, chosen, copies, rotated, lse, blocks, slots, units_k, units_v, signs, tables, sizes,
-    pages, most, scale, stride_units, stride_slot,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr,
-):
+        q, out, best, chosen, copies, rotated, lse, blocks, slots, units_k, units_v, signs, warm, pages, most, scale,
+        stride_units, stride_slot, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+        PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
     """Exchange, in the output of a tile of a block's rows, the chosen tokens for their copies.
 
     q, out [T, Hq, D], contiguous; out is read, then written
@@ -126,12 +108,15 @@ def _swap_kernel(
         page, token = column // PAGE_SIZE, column % PAGE_SIZE
         k, v = tl.zeros([TOKENS, 1], tl.float32), tl.zeros([TOKENS, 1], tl.float32)
         for f in tl.static_range(len(FORMATS)):
-            here = (page >= 0) & (page < sizes[f][2])
-            at = tl.where(here, page, 0)
-            some_k = _load_floor(units_k, tables[f], sizes[f], seq, at, token, HEAD_DIM, PAGE_SIZE, FORMATS[f], True)
-            some_v = _load_floor(units_v, tables[f], sizes[f], seq, at, token, HEAD_DIM, PAGE_SIZE, FORMATS[f], False)
+            here = (page >= 0) & (page < warm[f][6])
+            at = seq * warm[f][4] + tl.where(here, page, 0)
+            run, high, record = offsets_of(warm[f], at, warm[f][5], HEAD_DIM, PAGE_SIZE, FORMATS[f])
+            some_k = tile_of(units_k + run, units_k + high, units_k + record, token,
+                             HEAD_DIM, PAGE_SIZE, FORMATS[f], True)
+            some_v = tile_of(units_v + run, units_v + high, units_v + record, token,
+                             HEAD_DIM, PAGE_SIZE, FORMATS[f], False)
             k, v = tl.where(here, some_k, k), tl.where(here, some_v, v)
-            page -= sizes[f][2]
+            page -= warm[f][6]
         logit = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee")
         p = tl.exp2(tl.where(tl.trans(found), logit, float("-inf")) * scale - old)
         taken += tl.sum(p, 1)
@@ -177,22 +162,18 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
     signs, q = signs_of(head_dim, q.dtype, q.device), q.contiguous()
     result = out.clone(memory_format=torch.contiguous_format)
     rotated = torch.matmul(q, signs).mul_(factor_of(head_dim))
-    tables = tuple((warm.codes, warm.high, warm.records, warm.counts) for warm in formats)
-    sizes = tuple((warm.codes.stride(0), warm.record_bytes, warm.codes.shape[1]) for warm in formats)
-    # More stages spill.
-    options = {
+    tables = tuple(
+        (w.codes, w.high, w.records, w.counts, w.codes.stride(0), w.record_bytes, w.codes.shape[1]) for w in formats)
+    options = {  # more stages spill
         "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_M": block_m, "PAGE_SIZE": page_size,
-        "FORMATS": tuple(warm.bits for warm in formats), "num_stages": 1, "enable_fp_fusion": True,
-    }  # fmt: skip
+        "FORMATS": tuple(warm.bits for warm in formats), "num_stages": 1, "enable_fp_fusion": True}
     _score_kernel[(len(blocks) * tiles, num_kv_heads, triton.cdiv(mass.shape[3], SLICE_TOKENS))](
-        rotated, lse, mass, blocks, slots, cache.units_k, tables, sizes, pages, tiles, scale * LOG2_E,
-        cache.units_k.stride(0), **options, num_warps=4,
-    )
+        rotated, lse, mass, blocks, slots, cache.units_k, tables, pages, tiles, scale * LOG2_E,
+        cache.units_k.stride(0), **options, num_warps=4)
     mass = mass[:, 0] if tiles == 1 else mass.sum(1)
     best, chosen = mass.topk(min(max(plan.recall.counts), mass.shape[2]))
     _swap_kernel[(len(blocks), num_kv_heads, tiles)](
         q, result, best, chosen, copies, rotated, lse, blocks, slots, cache.units_k, cache.units_v, signs, tables,
-        sizes, pages, best.shape[2], scale * LOG2_E, cache.units_k.stride(0), copies.stride(0),
-        **options, num_warps=8 if block_m * head_dim > 4096 else 4,
-    )
+        pages, best.shape[2], scale * LOG2_E, cache.units_k.stride(0), copies.stride(0),
+        **options, num_warps=8 if block_m * head_dim > 4096 else 4)
     return result

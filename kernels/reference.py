@@ -28,15 +28,13 @@ def pack_linear(weight: Tensor) -> Tensor:
     """The weight in oneDNN's blocked layout where that is faster: bfloat16 on a CPU, half the time of a plain
     matrix-vector product, with bit-identical results. Other weights as they are."""
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and cpu_computes_bfloat16():
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-        return packed
+        return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     return weight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
 
@@ -61,9 +59,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate.float(), inplace=gate.dtype != torch.float32).mul_(up).to(gate.dtype)
 
 
-def rope_store(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
-) -> None:
+def rope_store(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, slots: Tensor, k_cache: Tensor,
+               v_cache: Tensor) -> None:
     cos, sin = cos_sin[:, None].chunk(2, dim=-1)
     q.copy_(_rotate(q, cos, sin))
     _tokens(k_cache).index_copy_(1, slots, _rotate(k, cos, sin).to(k_cache.dtype).transpose(0, 1))
@@ -81,9 +78,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([torch.addcmul(low * cos, high, sin, value=-1), torch.addcmul(high * cos, low, sin)], dim=-1)
 
 
-def prefill_attention(
-    q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, lse: Tensor | None = None
-) -> Tensor:
+def prefill_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float,
+                      lse: Tensor | None = None) -> Tensor:
     lengths = plan.query_start[plan.num_decodes :].diff().tolist()
     chunks = enumerate(q.split(lengths), plan.num_decodes)
     parts = [_attend_chunk(chunk, cache, plan, b, scale) for b, chunk in chunks]
@@ -109,23 +105,19 @@ def _attend_chunk(q: Tensor, cache: LayerCache, plan: AttentionPlan, b: int, sca
             out, lse = _flash(rotated, k, v, scale, False)
             parts.append((rotate(out), lse))
     past = sum(count for _, count in plan.pieces[b]) - len(q)
-    newest = []
     for start, count in plan.pieces[b]:
-        old, end = start + min(count, past), start + count
-        past -= old - start
-        if old > start:
-            parts.append(_flash(queries, keys[:, start:old], values[:, start:old], scale, False))
-        if end > old:
-            newest.append(slice(old, end))
-    new_keys, new_values = (torch.cat([x[:, piece] for piece in newest], 1) for x in (keys, values))
-    parts.append(_flash(queries, new_keys, new_values, scale, True))
+        count = min(count, past)
+        past -= count
+        if count:
+            parts.append(_flash(queries, keys.narrow(1, start, count), values.narrow(1, start, count), scale, False))
+    newest = plan.slots.narrow(0, int(plan.query_start[b]), len(q))
+    parts.append(_flash(queries, keys.index_select(1, newest), values.index_select(1, newest), scale, True))
     out, lse = _merge(parts)
     return out.permute(2, 1, 0, 3).reshape(q.shape), (lse * math.log2(math.e)).permute(2, 1, 0).reshape(q.shape[:2])
 
 
-def _warm_parts(
-    cache: LayerCache, plan: AttentionPlan, b: int, is_key: bool
-) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
+def _warm_parts(cache: LayerCache, plan: AttentionPlan, b: int,
+                is_key: bool) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
     """(bits, `_parts` [Hkv, pages, ...]) of K or V of the compressed pages of sequence b, by format and a few at a
     time, in the order of their columns."""
     units, (num_heads, _, page_size, head_dim) = cache.units_k if is_key else cache.units_v, cache.k.shape
@@ -153,7 +145,7 @@ def _warm_scores(query: Tensor, cache: LayerCache, plan: AttentionPlan, b: int) 
     scores = []
     for bits, parts in _warm_parts(cache, plan, b, True):
         values, scales, means = (part.flatten(1, 2).mT for part in parts)
-        products = torch.baddbmm(total, query, values, beta=-_middle(bits)).mul_(scales)
+        products = torch.baddbmm(total, query, values, beta=-((1 << bits) - 1) / 2).mul_(scales)
         scores.append(products.add_(torch.bmm(query, means).repeat_interleave(cache.k.shape[2], 2)))
     return scores
 
@@ -181,10 +173,8 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
     return result
 
 
-def _recall_chunk(
-    q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: AttentionPlan, b: int, scale: float, slots: Tensor,
-    count: int,
-) -> Tensor:
+def _recall_chunk(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: AttentionPlan, b: int, scale: float,
+                  slots: Tensor, count: int) -> Tensor:
     """`recall` of `count` tokens for the n queries of sequence b. slots: of the copies of its compressed pages."""
     assert plan.recall is not None and cache.copies is not None
     (num_heads, page_size), block = cache.copies.shape[1:3], min(plan.recall.block, len(q))
@@ -235,10 +225,8 @@ def _warm_tokens(cache: LayerCache, plan: AttentionPlan, b: int, tokens: Tensor)
         planes = [(warm.codes, warm.bits)] if warm.high is None else [(warm.codes, 2), (warm.high, 1)]
         record = warm.records[b][page].long()
         for i, units in enumerate((cache.units_k, cache.units_v)):
-            codes = [
-                units.view(len(units), -1, bits * head_dim // 8)[head, table[b][page].long() * page_size + token]
-                for table, bits in planes
-            ]
+            codes = [units.view(len(units), -1, bits * head_dim // 8)[head, table[b][page].long() * page_size + token]
+                     for table, bits in planes]
             records = units.view(len(units), -1, warm.record_bytes)[head, record]
             scales, zeros = (records.gather(1, (token + first)[:, None]) for first in (0, page_size))
             second = zeros if i else records[:, page_size : page_size + head_dim]
@@ -260,8 +248,7 @@ def _parts(codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Tensor
     if is_key:
         second = decode_means(records[..., None, page_size : page_size + head_dim])
     else:
-        zeros = records[..., page_size : 2 * page_size, None].view(torch.int8)
-        second = zeros.float().sub_(1 << bits - 1)
+        second = records[..., page_size : 2 * page_size, None].view(torch.int8).float().sub_(1 << bits - 1)
     return _unpack(codes, bits, page_size), scales, second
 
 
@@ -269,13 +256,8 @@ def _join(parts: tuple[Tensor, Tensor, Tensor], bits: int, is_key: bool) -> Tens
     """The pages in the rotated basis [..., page_size, D], in the memory of the codes."""
     values, scales, second = parts
     if is_key:
-        return values.sub_(_middle(bits)).mul_(scales).add_(second)
+        return values.sub_(((1 << bits) - 1) / 2).mul_(scales).add_(second)
     return values.add_(second).mul_(scales)
-
-
-def _middle(bits: int) -> float:
-    """Of the codes of K."""
-    return ((1 << bits) - 1) / 2
 
 
 def _unpack(packed: Tensor, bits: int, page_size: int) -> Tensor:
@@ -292,13 +274,10 @@ def _unpack(packed: Tensor, bits: int, page_size: int) -> Tensor:
 
 def _flash(queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """(output [G, Hkv, n, D], log-sum-exp [G, Hkv, n]) of torch's own attention; queries [G, Hkv, n, D]."""
-    groups = queries.shape[0]
-    keys, values = (x.expand(groups, -1, -1, -1) for x in (keys, values))
+    keys, values = (x.expand(len(queries), -1, -1, -1) for x in (keys, values))
     if queries.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries, keys, values, 0.0, causal, scale=scale
-        )
-        return out, lse
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return attention(queries, keys, values, 0.0, causal, scale=scale)
     scores = (queries.float() @ keys.float().transpose(-1, -2)) * scale
     if causal:
         scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
@@ -316,10 +295,8 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return total.to(parts[0][0].dtype), lse
 
 
-def decode_attention(
-    q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, logits: Tensor | None = None,
-    lse: Tensor | None = None,
-) -> Tensor:
+def decode_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, logits: Tensor | None = None,
+                     lse: Tensor | None = None) -> Tensor:
     keys, values = _tokens(cache.k), _tokens(cache.v)
     step = max(1, _CHUNK_ELEMENTS // (keys.shape[0] * keys.shape[2]))
     queries = (q.float() * scale).view(len(q), len(keys), -1, q.shape[2])
@@ -327,22 +304,16 @@ def decode_attention(
     for b, (query, pieces) in enumerate(zip(queries, plan.pieces, strict=False)):  # the prefill chunks come after
         # In float32: with bfloat16 operands torch rounds q.k itself to 8 bits, and is slower. In chunks, so that the
         # copies stay small however long a piece is.
-        parts = [
-            torch.bmm(query, keys.narrow(1, at, min(step, start + count - at)).float().mT)
-            for start, count in pieces
-            for at in range(start, start + count, step)
-        ]
+        parts = [torch.bmm(query, keys.narrow(1, at, min(step, start + count - at)).float().mT)
+                 for start, count in pieces for at in range(start, start + count, step)]
         if plan.warm:
             parts += _warm_scores(rotate(query), cache, plan, b)
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        weights = scores.softmax(-1)
-        exact_weights = weights.to(values.dtype)
-        seen, parts = 0, []
-        for start, count in pieces:
-            parts.append(torch.bmm(exact_weights.narrow(-1, seen, count), values.narrow(1, start, count)))
-            seen += count
+        weights, counts = scores.softmax(-1), [count for _, count in pieces]
+        shares = weights[..., : sum(counts)].to(values.dtype).split(counts, dim=-1)
+        parts = [torch.bmm(share, values.narrow(1, *piece)) for share, piece in zip(shares, pieces, strict=True)]
         if plan.warm:
-            parts.append(rotate(_warm_output(weights[..., seen:], cache, plan, b)).to(values.dtype))
+            parts.append(rotate(_warm_output(weights[..., sum(counts) :], cache, plan, b)).to(values.dtype))
         outputs.append(sum(parts[1:], start=parts[0]).view(1, *q.shape[1:]))
         if logits is not None:
             _store_logits(logits[b], scores.flatten(0, 1) * math.log2(math.e), plan, b, cache.k.shape[2])

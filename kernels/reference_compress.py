@@ -37,10 +37,8 @@ def compress(x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
         trial = (rotated * inverse - zero).round_().clamp_(0, steps)
         error = ((trial + zero) / inverse - rotated).square_().sum(2, keepdim=True)
         better = error < least
-        least, codes, scales, zeros = (
-            torch.where(better, new, old)
-            for new, old in ((error, least), (trial.to(torch.uint8), codes), (scale, scales), (zero, zeros))
-        )
+        pairs = (error, least), (trial.to(torch.uint8), codes), (scale, scales), (zero, zeros)
+        least, codes, scales, zeros = (torch.where(better, new, old) for new, old in pairs)
     second = means if is_key else (zeros[..., 0] + middle).to(torch.int8).view(torch.uint8)
     return _pack(codes, bits), torch.cat([scales[..., 0], second], dim=1)
 

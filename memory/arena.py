@@ -40,17 +40,9 @@ class Arena:
         # Of all the records that there could be. Where a whole block of them is free, it is no block of records.
         self._records = BuddyAllocator(num_units >> config.record_order << self._shift, unit="record")
 
-    @property
-    def used_bytes(self) -> int:
-        return self.allocator.used_units * self.config.unit_total_bytes
-
-    def runs(self, order: int) -> Tensor:
-        """The units in aligned blocks: [layers, 2, heads, units >> order, unit bytes << order], a view."""
-        return self.bytes.view(*self.bytes.shape[:3], -1, self.config.unit_bytes << order)
-
-    def records(self) -> Tensor:
-        """The units as records of scales: [layers, 2, heads, records, record bytes], a view."""
-        return self.bytes.view(*self.bytes.shape[:3], -1, self.config.record_bytes)
+    def rows(self, row_bytes: int) -> Tensor:
+        """The units as aligned blocks, or as records of scales: [layers, 2, heads, rows, row_bytes], a view."""
+        return self.bytes.view(*self.bytes.shape[:3], -1, row_bytes)
 
     def alloc_record(self) -> int:
         """A record's number. Raises OutOfUnits."""
@@ -110,5 +102,4 @@ class Arena:
     def moved_records(self, records: np.ndarray, places: np.ndarray) -> np.ndarray:
         """What the numbers of records are after `compact`."""
         order, shift = self.config.record_order, self._shift
-        moved: np.ndarray = (places[records >> shift << order] >> order << shift) + records % (1 << shift)
-        return moved
+        return (places.take(records >> shift << order) >> order << shift) + records % (1 << shift)

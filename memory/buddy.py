@@ -17,7 +17,7 @@ can be):
   - every unit lies in exactly one block, used or free;
   - two free blocks are never buddies (they would have been merged), so an aligned block whose units are all free lies
     inside *one* free block: `extend` needs to look at no more than one block per order;
-  - `_free_units` is the sum over the free blocks.
+  - `free_units` is the sum over the free blocks.
 Used blocks are recorded in the bytearray only and free ones in the dicts only, so nothing can disagree.
 num_units need not be a power of two: the arena starts as the few largest aligned blocks that cover it, and a block
 whose buddy would lie past the end has none: no dict ever lists it.
@@ -57,7 +57,7 @@ class BuddyAllocator:
         if num_units < 0 or (max_order is not None and max_order < 0):
             raise ValueError(f"need num_units >= 0 and max_order >= 0, got {num_units} and {max_order}")
         longest = max(num_units.bit_length() - 1, 0)
-        self.num_units = self._free_units = num_units
+        self.num_units = self.free_units = num_units  # in all; in free blocks
         self.max_order = longest if max_order is None else min(max_order, longest)
         self._unit = unit
         self._used = bytearray(num_units)
@@ -71,14 +71,9 @@ class BuddyAllocator:
             self._free[order][end] = None
 
     @property
-    def free_units(self) -> int:
-        """Units in free blocks. O(1)."""
-        return self._free_units
-
-    @property
     def used_units(self) -> int:
         """Units in used blocks. O(1)."""
-        return self.num_units - self._free_units
+        return self.num_units - self.free_units
 
     def block_order(self, start: int) -> int:
         """The order of the used block at `start`. AllocatorError if there is none. O(1)."""
@@ -120,7 +115,7 @@ class BuddyAllocator:
             k -= 1
             free[k][start + (1 << k)] = None
         self._used[start] = order + 1
-        self._free_units -= 1 << order
+        self.free_units -= 1 << order
         return start
 
     def free(self, start: int) -> None:
@@ -134,7 +129,7 @@ class BuddyAllocator:
             raise AllocatorError(f"{self._unit} {start} is freed twice, or was never allocated")
         used[start] = 0
         size = 1 << order
-        self._free_units += size
+        self.free_units += size
         for starts in self._mergeable[order]:
             buddy = start ^ size
             if buddy not in starts:
@@ -176,7 +171,7 @@ class BuddyAllocator:
             size = offset & -offset
             free[size.bit_length() - 1][start + offset] = None
             offset += size
-        self._free_units -= units
+        self.free_units -= units
         return start
 
     def extend(self, start: int, order: int) -> bool:
@@ -196,7 +191,7 @@ class BuddyAllocator:
             k -= 1
             free[k][(start >> k ^ 1) << k] = None
         self._used[start] = order + 1
-        self._free_units -= 1 << order
+        self.free_units -= 1 << order
         return True
 
     def halve(self, start: int) -> int:
@@ -225,5 +220,5 @@ class BuddyAllocator:
         return True
 
     def _shortage(self, count: int, order: int) -> str:
-        found = f"{self._free_units} of {self.num_units} are free, the longest run has {self.longest_run(0)}"
+        found = f"{self.free_units} of {self.num_units} are free, the longest run has {self.longest_run(0)}"
         return f"no free block holds {count} x 2^{order} units: {found}"

@@ -76,5 +76,4 @@ def _warn_full(num_slots: int, page_bytes: int) -> None:
     """Once."""
     log.warning(
         "copies of compressed pages fill their %.1f MB: what is compressed from now on cannot be recalled; a larger "
-        "--host-cache-size holds more", num_slots * page_bytes / 1e6,
-    )  # fmt: skip
+        "--host-cache-size holds more", num_slots * page_bytes / 1e6)  # fmt: skip

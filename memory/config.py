@@ -1,5 +1,6 @@
 """The shape and size of the KV cache, and what moves its pages, in plain numbers (no torch)."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 WARM_BITS = (8, 4, 3, 2)  # the formats below exact, each a step further down
@@ -159,14 +160,7 @@ class CacheConfig:
     @property
     def most_tokens(self) -> int:
         """Tokens of one sequence that fit the pool with every full page as small as it can be."""
-        if self.tiers is None:
-            return self.num_pages * self.page_size
-        block = 1 << self.record_order
-        # Less the page that is being filled, and what the first page has above the others.
-        room = max(self.num_units - (1 << self.exact_order) - (WARM_BITS[0] - WARM_BITS[-1]), 0)
-        blocks, rest = divmod(room, self.records_per_block * WARM_BITS[-1] + block)
-        pages = blocks * self.records_per_block + max(rest - block, 0) // WARM_BITS[-1]
-        return (pages + 1) * self.page_size - 1
+        return bisect_right(range(self.num_units * self.page_size), self.num_units, key=self.least_units) - 1
 
     def may_compress(self, most_tokens: list[int]) -> bool:
         """Whether sequences that grow to so many tokens can make pages go down."""
@@ -180,10 +174,9 @@ class CacheConfig:
     def least_units(self, num_tokens: int, sequences: int = 1) -> int:
         """Units of so many tokens in so many sequences with every full page as small as it can be, beside the page that
         each is filling."""
-        frame = 1 << self.exact_order
         if self.tiers is None:
-            return self.pages_for(num_tokens) * frame + (sequences - 1) * frame
+            return (self.pages_for(num_tokens) + sequences - 1) * self.exact_bits
         full = num_tokens // self.page_size
         records = -(-full // self.records_per_block) << self.record_order
         sinks = (WARM_BITS[0] - WARM_BITS[-1]) * min(full, sequences)  # the first pages stay at 8 bits
-        return full * WARM_BITS[-1] + sinks + records + sequences * frame
+        return full * WARM_BITS[-1] + sinks + records + sequences * self.exact_bits

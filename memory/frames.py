@@ -59,6 +59,7 @@ class Frames:
         self._warm = Arena(config, 2 * config.num_units, device, shared=True) if shared else self._exact
         shape = (config.num_layers, 2, config.num_kv_heads, -1, config.page_size, config.head_dim)
         self._frames = self._exact.bytes.view(dtype).view(shape)
+        self.page_shape = (*self._frames.shape[:3], *self._frames.shape[4:])  # of what `read` gives and `write` takes
         count = config.num_units // (WARM_BITS[-1] if config.tiers else config.exact_bits)
         self.copies = HostCopies(config, count, dtype, device) if config.cold else None
         rows = self.copies.rows.unbind(1) if self.copies else [None] * config.num_layers
@@ -74,6 +75,7 @@ class Frames:
         self.lossy = np.zeros(count, dtype=bool)  # K and V are rounded, or were computed over some that are
         self._free_pages = list(range(count - 1, -1, -1))
         self._halves: set[int] = set()
+        self._costs = np.array([config.page_cost(bits) for bits in range(config.exact_bits + 1)])
 
     def free_units(self, growing: int = 0) -> int:
         """Units of the pool that whole frames can be made of, wherever they lie now, once `growing` halved pages are
@@ -82,19 +84,21 @@ class Frames:
         allocator, half = self._exact.allocator, 1 << self.config.exact_order - 1
         exact = int(np.count_nonzero(self.bits == self.config.exact_bits))
         small = allocator.used_units - 2 * half * exact + half * len(self._halves)
-        elsewhere = self._warm.allocator.used_units if self._warm is not self._exact else 0
         idle = max(half * (len(self._halves) - growing) - small, 0)
+        elsewhere = self.shared_bytes // self.config.unit_total_bytes
         return allocator.free_units - elsewhere - half * growing - idle
 
     @property
     def resident_bytes(self) -> int:
         """Bytes allocated to pages and scales, whole blocks, and the frame table."""
-        return self._exact.used_bytes + self.shared_bytes + self.table_bytes
+        used = self._exact.allocator.used_units * self.config.unit_total_bytes
+        return used + self.shared_bytes + self.table_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Of the resident bytes, those in shared host memory."""
-        return self._warm.used_bytes if self._warm is not self._exact else 0
+        used = self._warm.allocator.used_units if self._warm is not self._exact else 0
+        return used * self.config.unit_total_bytes
 
     @property
     def table_bytes(self) -> int:
@@ -144,10 +148,7 @@ class Frames:
 
     def costs(self, pages: np.ndarray) -> np.ndarray:
         """Bytes of each page in one plane of one head."""
-        costs = np.zeros(self.config.exact_bits + 1, dtype=np.int64)
-        for bits in (self.config.exact_bits, *WARM_BITS):
-            costs[bits] = self.config.page_cost(bits)
-        found: np.ndarray = costs[self.bits[pages]]
+        found: np.ndarray = self._costs[self.bits[pages]]
         found[np.isin(pages, list(self._halves))] //= 2
         return found
 
@@ -172,23 +173,15 @@ class Frames:
         """Make the halved pages `growing` whole, and have num_pages exact pages free in one piece each: bring the free
         units together if they lie otherwise. There must be as many."""
         allocator = self._exact.allocator
-        growing = [page for page in growing if not allocator.double(int(self._start[page]))]
-        self._halves = {
-            page for page in self._halves if allocator.block_order(int(self._start[page])) < self.config.exact_order
-        }
-        if growing or allocator.num_free(self.config.exact_order) < num_pages:
-            self._halves.difference_update(growing)
+        doubled = [allocator.double(int(self._start[page])) for page in growing]
+        self._halves.difference_update(growing)
+        if not all(doubled) or allocator.num_free(self.config.exact_order) < num_pages:
             self._compact()
 
     def share(self, pages: list[int]) -> None:
         """Have one owner more for each of the pages, which are in use and differ."""
         assert self.owners[pages].all(), "a page that nobody owns is shared"
         self.owners[pages] += 1
-
-    @property
-    def page_shape(self) -> tuple[int, ...]:
-        """Of what `read` gives and `write` takes."""
-        return (*self._frames.shape[:3], *self._frames.shape[4:])
 
     def is_known(self, page: int) -> bool:
         """Whether what was written to the page is still there to be read, in it or in its copy."""
@@ -276,13 +269,9 @@ class Frames:
             if exact is not None:
                 x = exact[:, plane].flatten(0, 2)
             else:
-                codes = [runs[:, plane].index_select(2, index) for runs, index in self._code_runs(pages, source)]
-                records, index = self._warm.records(), self._tensor(self._record[pages])
-                x = self._ops.decompress(
-                    torch.cat(codes, dim=-1).flatten(0, 2),
-                    records[:, plane].index_select(2, index).flatten(0, 2),
-                    source, plane == 0, self._frames,
-                )  # fmt: skip
+                *parts, records = (rows[:, plane].index_select(2, index) for rows, index in self._places(pages, source))
+                codes = torch.cat(parts, dim=-1).flatten(0, 2)
+                x = self._ops.decompress(codes, records.flatten(0, 2), source, plane == 0, self._frames)
             kept.append(self._ops.compress(x, bits, plane == 0))
         # The copies are made, so the new blocks may lie where the old ones did.
         for page in pages.tolist():
@@ -293,27 +282,25 @@ class Frames:
             self._start[page] = self._warm.allocator.alloc(_order(bits))
             if bits == 3:
                 self._high[page] = self._warm.allocator.alloc(0)
-        for plane, (new_codes, new_records) in enumerate(kept):
-            targets = self._code_runs(pages, bits)
-            parts = new_codes.view(shape).split([runs.shape[-1] for runs, _ in targets], dim=-1)
-            for (runs, index), part in zip(targets, parts, strict=True):
-                runs[:, plane].index_copy_(2, index.long(), part)
-            records = self._warm.records()[:, plane, ..., : new_records.shape[1]]
-            records.index_copy_(2, self._tensor(self._record[pages]).long(), new_records.view(shape))
+        places = self._places(pages, bits)
+        for plane, (codes, records) in enumerate(kept):
+            parts = codes.view(shape).split([rows.shape[-1] for rows, _ in places[:-1]], dim=-1)
+            for (rows, index), part in zip(places, (*parts, records.view(shape)), strict=True):
+                rows[:, plane, ..., : part.shape[-1]].index_copy_(2, index.long(), part)
 
-    def _code_runs(self, pages: np.ndarray, bits: int) -> list[tuple[Tensor, Tensor]]:
-        """For each plane of the pages' codes: the arena as such runs, and which of them are theirs."""
-        tables = ((1, self._start), (0, self._high)) if bits == 3 else ((_order(bits), self._start),)
-        return [(self._warm.runs(order), self._tensor(table[pages] >> order)) for order, table in tables]
+    def _places(self, pages: np.ndarray, bits: int) -> list[tuple[Tensor, Tensor]]:
+        """For each plane of the pages' codes, then for their records: the arena as such rows, and which are theirs."""
+        planes = ((1, self._start), (0, self._high)) if bits == 3 else ((_order(bits), self._start),)
+        rows = [(self.config.unit_bytes << order, table[pages] >> order) for order, table in planes]
+        rows.append((self.config.record_bytes, self._record[pages]))
+        return [(self._warm.rows(width), self._tensor(index)) for width, index in rows]
 
     def _compact(self) -> None:
         """Bring the free units together; exact pages that are not halved get whole frames."""
-        used = np.setdiff1d(np.arange(len(self.bits)), self._free_pages)
-        bits = self.bits[used]
-        mine = used if self._warm is self._exact else used[bits == self.config.exact_bits]
+        exact = np.flatnonzero(self.bits == self.config.exact_bits)
+        mine = np.flatnonzero(self.bits) if self._warm is self._exact else exact
         three, warm = mine[self.bits[mine] == 3], mine[self.bits[mine] < self.config.exact_bits]
-        exact = mine[self.bits[mine] == self.config.exact_bits].tolist()
-        frames = {int(self._start[page]): page in self._halves for page in exact}
+        frames = {int(self._start[page]): page in self._halves for page in exact.tolist()}
         places = self._exact.compact(frames)
         self._start[mine] = places[self._start[mine]]
         self._high[three] = places[self._high[three]]
@@ -321,8 +308,7 @@ class Frames:
 
     def exact_frames(self, pages: np.ndarray) -> np.ndarray:
         """Numbers of the frames of exact pages."""
-        frames: np.ndarray = self._start[pages] >> self.config.exact_order
-        return frames
+        return self._start.take(pages) >> self.config.exact_order
 
     def warm_pages(self, tables: list[np.ndarray], bits: int) -> WarmPages:
         """Those of the sequences' pages that have `bits`; tables: the pages of each sequence."""

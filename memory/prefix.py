@@ -69,13 +69,12 @@ class PrefixCache:
         exact: only what was computed over exact pages, and is exact still.
         """
         match = self.tree.match(array("i", tokens).tobytes(), self.namespace(salt))
-        tail = match.tail
-        if tail is not None and (not self._frames.is_known(tail) or (exact and self._frames.lossy[tail])):
-            match = match._replace(tail=None, length=len(match.values) * self._page_size)
-        if exact and (lossy := self._frames.lossy[match.values]).any():
-            keep = int(np.argmax(lossy))
-            match = match._replace(tail=None, values=match.values[:keep], length=keep * self._page_size)
-        return match
+        tail, lossy, keep = match.tail, self._frames.lossy, len(match.values)
+        if exact and lossy[match.values].any():
+            keep = int(np.argmax(lossy[match.values]))
+        elif tail is None or (self._frames.is_known(tail) and not (exact and lossy[tail])):
+            return match
+        return match._replace(tail=None, values=match.values[:keep], length=keep * self._page_size)
 
     def adopt(self, sequence: CachedSequence, match: Match) -> None:
         """Begin an empty sequence with the full pages of a match."""
@@ -100,10 +99,9 @@ class PrefixCache:
 
     def unlock(self, sequences: Sequence[CachedSequence]) -> bool:
         """Let the tree let go of what the sequences have of it, if it comes to that; says whether it held any."""
-        held = [sequence for sequence in sequences if sequence.held is not None]
-        for sequence in held:
-            assert sequence.held is not None
-            self.tree.unlock(sequence.held)
+        held = [(sequence, sequence.held) for sequence in sequences if sequence.held is not None]
+        for sequence, match in held:
+            self.tree.unlock(match)
             sequence.held = None
         return bool(held)
 

@@ -100,8 +100,7 @@ class RadixTree(Generic[V]):
 
     def __init__(
         self, page_size: int, *, item_bytes: int = 4, max_children: int | None = 8, max_depth: int | None = None,
-        keep: Callable[[Node[V]], Any] = attrgetter("last_used"),
-    ) -> None:  # fmt: skip
+        keep: Callable[[Node[V]], Any] = attrgetter("last_used")) -> None:  # fmt: skip
         """An empty tree.
 
         page_size: items in a page. item_bytes: bytes of an item. max_children: entries of an inner level at most;
@@ -173,8 +172,7 @@ class RadixTree(Generic[V]):
 
     def insert(
         self, key: bytes, values: Sequence[V], namespace: bytes = b"", *, score: float = 0.0,
-        better: Callable[[V, V], bool] | None = None,
-    ) -> list[V]:  # fmt: skip
+        better: Callable[[V, V], bool] | None = None) -> list[V]:  # fmt: skip
         """Add a sequence, and one reference to each of its values; returns the values that the tree does not keep.
 
         values: one for each page, ceil(items / page_size). score: importance of the sequence; NaN counts as none.

@@ -33,8 +33,7 @@ class Reads:
 
     def plan(
         self, sequences: Sequence[CachedSequence], counts: Sequence[int], exact_lens: list[int],
-        copied: Iterable[int], device: torch.device,
-    ) -> Recall | None:  # fmt: skip
+        copied: Iterable[int], device: torch.device) -> Recall | None:  # fmt: skip
         """The reads of a step of counts[i] queries of sequences[i], which has exact_lens[i] exact tokens and copied[i]
         compressed pages that have copies; counted."""
         cold = self.config.cold

@@ -289,7 +289,7 @@ def test_extend_claims_only_what_is_wholly_free():
     lambda b: b._free[1].clear(),
     lambda b: b._used.__setitem__(0, 0),
     lambda b: b._used.__setitem__(1, 1),
-    lambda b: setattr(b, "_free_units", b._free_units + 1),
+    lambda b: setattr(b, "free_units", b.free_units + 1),
     lambda b: (b._free[1].popitem(), b._free[0].update({2: None, 3: None})),
 ])  # fmt: skip
 def test_check_sees_each_broken_invariant_and_shows_the_blocks(break_it):

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kernels.activation import silu_mul
-from kernels.norm import add_rms_norm, rms_norm
+from kernels.tokens import add_rms_norm, rms_norm, silu_mul
 from tools import float64
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -144,7 +144,7 @@ class Watched:
                         "copied pages", *(self.batch.cache.copies[s] for s in warm.copies[b, :count] if s >= 0)
                     )
             self.meter.watch("slots", named["slots"])
-            self.meter.watch("tables", *(x for table in named["tables"] for x in table if x is not None))
+            self.meter.watch("warm", *(x for table in named["warm"] for x in table if isinstance(x, torch.Tensor)))
             self.meter.watch("units", self.batch.cache.units_k, self.batch.cache.units_v)
             return self.kernel[grid](*args, **options)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kernels.rope import rope_store
+from kernels.tokens import rope_store
 from tools import float64
 
 TOKENS, PAGE = 3, 64

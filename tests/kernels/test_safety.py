@@ -15,14 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import attention
-from kernels.activation import silu_mul
 from kernels.attention import decode_attention
 from kernels.codes import signs_of
 from kernels.compress import compress, decompress
-from kernels.norm import add_rms_norm, rms_norm
 from kernels.ops import WarmPages
 from kernels.prefill import prefill_attention
-from kernels.rope import rope_store
+from kernels.tokens import add_rms_norm, rms_norm, rope_store, silu_mul
 from tools import float64
 
 PAGE = 64

@@ -100,7 +100,7 @@ def check_allocator(self):
     for start, order, _ in used:
         fits = start >> order << order == start and fresh.extend(start, order)
         assert fits, f"block {start} is not aligned, too long, or not alone there: {text}"
-    assert (self._free_units, self._free) == (fresh._free_units, fresh._free), f"free should be others: {text}"
+    assert (self.free_units, self._free) == (fresh.free_units, fresh._free), f"free should be others: {text}"
 
 
 BuddyAllocator.check = check_allocator
