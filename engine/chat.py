@@ -5,7 +5,6 @@ The conversation goes to stdout, everything else to stderr.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -21,8 +20,7 @@ from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from engine.arguments import Parser
-from engine.cli import EXIT_CODES, add_run_flags, rates, run, run_settings, show, with_defaults
+from engine.cli import EXIT_CODES, parser, rates, run, run_settings, show, with_defaults
 from engine.config import EngineConfig, RequestOutput, SamplingParams
 from engine.errors import RequestError, require_request
 from engine.settings import flags
@@ -35,26 +33,16 @@ from models.files import read_object
 if TYPE_CHECKING:
     from engine.llm import LLM
 
-MAX_TOKENS = 512  # of an answer, where no flag says another number
 FORMAT = "isotherm-chat-1"
 # What ends a command or a message, and not the session.
-_ERRORS = EXIT_CODES[2] + EXIT_CODES[3] + EXIT_CODES[4]
+_ERRORS = tuple(kind for kind, code in EXIT_CODES.items() if code in (2, 3, 4))
 # C0 and C1 controls but tab and newline: to a terminal they are commands, and no text may command it.
 _CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd") | {9: "\t", 10: "\n", 13: ""}
 Outputs = Generator[RequestOutput, None, None]
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m engine.chat", description="Talk with a Llama model; /help lists the commands.")
-    add_run_flags(parser, max_tokens=MAX_TOKENS)
-    chat = parser.add_argument_group("chat")
-    chat.add_argument("--system", metavar="TEXT", help="system prompt (default: the chat template's)")
-    chat.add_argument("--chat-template", metavar="NAME", help="llama2, chatml or a file (default: the checkpoint's)")
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = parser("chat").parse_args(argv)
     chosen, settings = run_settings(args)
     check_text(args.system or "", "the system prompt")
     system = [{"role": "system", "content": args.system}] if args.system else []
@@ -65,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     assert llm.tokenizer is not None
     llm.chat_template = ChatTemplate(source, llm.tokenizer)
     raise_exceptions()
-    params = with_defaults({"max_tokens": MAX_TOKENS} | chosen, llm.generation_config, args.quiet)
+    params = with_defaults(chosen, llm.generation_config, args.quiet)
     Session(llm, params, Console(), system, args.quiet).run()
     return 0
 
@@ -185,13 +173,13 @@ class Session:
 
     def do_set(self, rest: str) -> None:
         """/set [NAME VALUE]  show or set how answers are chosen, as /set temperature 0.7"""
-        known = {name: flag for name, flag in flags(SamplingParams).items() if flag["parse"] is not bool}
+        known = {flag["dest"]: flag["type"] for flag in flags(SamplingParams, {}).values() if "type" in flag}
         if rest:
             name, _, value = rest.partition(" ")
             sound = name in known and value != ""
             require_request(sound, f"/set takes a name and a value; names: {', '.join(known)}; got", rest)
             try:
-                parsed: Any = None if value == "none" else known[name]["parse"](value)
+                parsed: Any = None if value == "none" else known[name](value)
             except ValueError:
                 raise RequestError(f"{name} must be a number, got {shown(value)}") from None
             self.params = dataclasses.replace(self.params, **{name: parsed})

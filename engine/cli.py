@@ -1,14 +1,17 @@
-"""What the commands share: flags from dataclass fields, and errors as exit codes instead of tracebacks (no torch)."""
+"""What the commands share: their flags, and errors as exit codes instead of tracebacks (no torch)."""
 
 import argparse
 import contextlib
+import json
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NoReturn
 
+from engine.arguments import Parser
 from engine.config import EngineConfig, RequestOutput, SamplingParams
 from engine.errors import RequestError, TokenizerError
 from engine.settings import flags
@@ -17,39 +20,34 @@ from memory.errors import CapacityError
 from models.errors import ConfigError, ModelFormatError
 from models.resolve import resolve
 
+# commands: how they are called and described, and their flags by group. loading: the flags of those that load a model
+# and let it answer, which have defaults for it.
+_TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("commands.json").read_text("utf-8"))
+COMMANDS = _TABLE["commands"]
+_SETTINGS: dict[str, type[Any]] = {"answer": SamplingParams, "engine": EngineConfig}  # whose flags a group begins with
+
 # What generation_config.json may set, where no flag does.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # 0 is success, 2 also argparse's own, 130 and 143 end by SIGINT and SIGTERM. Where two fit, the first counts.
-EXIT_CODES: dict[int, tuple[type[BaseException], ...]] = {
-    3: (ModelFormatError, ConfigError, TokenizerError),
-    2: (RequestError,),
-    4: (CapacityError,),
-    130: (KeyboardInterrupt,),
-    141: (BrokenPipeError,),
-    1: (ModuleNotFoundError, OSError),  # OSError: as a full disk under stdout
-}
+EXIT_CODES: dict[type[BaseException], int] = {
+    ModelFormatError: 3, ConfigError: 3, TokenizerError: 3, RequestError: 2, CapacityError: 4, KeyboardInterrupt: 130,
+    BrokenPipeError: 141, ModuleNotFoundError: 1, OSError: 1,  # as a full disk under stdout
+}  # fmt: skip
 
 
-def add_flags(parser: argparse._ActionsContainer, config: type[Any], **defaults: Any) -> None:
-    """The flags of a settings class; absent ones leave no attribute. defaults: what the help says in place of the
-    fields' own."""
-    for name, flag in flags(config).items():
-        default = defaults.get(name, config.__dataclass_fields__[name].default)
-        takes: dict[str, Any] = {"type": flag["parse"], "metavar": flag["metavar"]}
-        options = {"action": "store_true"} if flag["parse"] is bool else takes
-        options |= {"default": argparse.SUPPRESS, "help": flag["help"].replace("%(default)s", str(default))}
-        parser.add_argument(f"--{name.replace('_', '-')}", *flag["names"], **options)
-
-
-def add_run_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """The flags of every command that loads a model and lets it answer."""
-    parser.add_argument("-m", "--model", required=True, help="name or directory, as smollm2-135m or ./my-model")
-    answer = parser.add_argument_group("answer")
-    add_flags(answer, SamplingParams, **defaults)
-    answer.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    add_flags(parser.add_argument_group("engine"), EngineConfig)
-    parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
+def parser(command: str) -> Parser:
+    """A command's, as commands.json has it; of the group prompt one flag may be given."""
+    row = COMMANDS[command]
+    parser = Parser(prog=row["prog"], description=row["description"])
+    for title, table in (row["flags"] | (_TABLE["loading"] if "defaults" in row else {})).items():
+        group: argparse._ActionsContainer = parser.add_argument_group(title)
+        if title == "prompt":
+            group = group.add_mutually_exclusive_group()
+        settings = flags(_SETTINGS[title], row["defaults"]) if title in _SETTINGS else {}
+        for names, options in (settings | table).items():
+            group.add_argument(*names.split(), **options)
+    return parser
 
 
 def run_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -109,8 +107,8 @@ def run(main: Callable[[list[str] | None], int], argv: list[str] | None = None) 
     try:
         code = main(argv)
         sys.stdout.flush()
-    except tuple(kind for kinds in EXIT_CODES.values() for kind in kinds) as error:
-        code = next(code for code, kinds in EXIT_CODES.items() if isinstance(error, kinds))
+    except tuple(EXIT_CODES) as error:
+        code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
         if isinstance(error, OSError):
             # The interpreter flushes stdout once more at exit; let that go nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -3,7 +3,6 @@
 Exit code 1 where something is wrong (said last); a missing extra is no fault, only something that is not there.
 """
 
-import argparse
 import importlib.metadata
 import json
 import platform
@@ -13,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import origins, strangers
-from engine.arguments import Parser
-from engine.cli import run
+from engine.cli import parser, run
 from engine.config import usable_cpus
 from engine.errors import TokenizerError
 from engine.models import describe
@@ -32,16 +30,8 @@ EXTRAS: dict[str, tuple[str, str]] = _FACTS["extras"]
 _ADVICE: dict[str, tuple[float, str]] = _FACTS["advice"]
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m engine.doctor", description="Check this machine, and perhaps a model.")
-    parser.add_argument("-m", "--model", help="also check this model, without loading its weights")
-    parser.add_argument("--stats", metavar="FILE", help="also advise on a run: LLM.stats() as JSON, or generate --json")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = parser("doctor").parse_args(argv)
     report = examine(args.model)
     if args.stats:
         report = {"advice": advice(read_object(Path(args.stats)))} | report

@@ -1,12 +1,11 @@
 """`isotherm models`: the models that are found on this machine, and whether they can be loaded (no torch)."""
 
-import argparse
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-from engine.arguments import Parser
+from engine.cli import parser
 from models.checkpoint import open_checkpoint
 from models.errors import ConfigError, ModelFormatError
 from models.files import read_object
@@ -14,14 +13,8 @@ from models.llama.config import LlamaConfig
 from models.resolve import found, places
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="isotherm models", description="List the models that --model finds by name.")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = parser("models").parse_args(argv)
     rows = [describe(name, path) for name, path in found().items()]
     looked = [str(place) for place in places()]
     if args.json:

@@ -383,7 +383,7 @@ def test_help_is_quick(models):
     assert least < 0.150
 
 
-@pytest.mark.parametrize("code", ["import engine", "import engine.cli, engine.generate; engine.generate.parser()"])
+@pytest.mark.parametrize("code", ["import engine", "import engine.cli, engine.generate; engine.cli.parser('generate')"])
 def test_torch_is_not_imported(models, code):
     check = f"import sys; {code}; print(sorted({{'torch', 'numpy', 'tqdm'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
