@@ -4,17 +4,16 @@ from engine.signals import exit_at_once
 
 exit_at_once()  # before the other imports take their time
 
-import importlib
+import pkgutil
 import sys
 
-from engine.arguments import command_hint
-from engine.cli import COMMANDS, run
+from engine.cli import COMMANDS, command_hint, run
 
 
 def dispatch(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
-        return int(importlib.import_module(f"engine.{argv[0]}").main(argv[1:]))
+        return int(pkgutil.resolve_name(COMMANDS[argv[0]]["main"])(argv[1:]))
     texts = [f"  {name:10} {row['description']}" for name, row in COMMANDS.items()]
     lines = ["usage: isotherm <command> [options]", "", *texts]
     wanted = bool(argv) and argv[0] in ("-h", "--help")

@@ -2,16 +2,16 @@
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.arguments import Parser
 from engine.config import EngineConfig, RequestOutput, SamplingParams
 from engine.errors import RequestError, TokenizerError
 from engine.settings import flags
@@ -26,6 +26,10 @@ _TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("command
 COMMANDS = _TABLE["commands"]
 _SETTINGS: dict[str, type[Any]] = {"answer": SamplingParams, "engine": EngineConfig}  # whose flags a group begins with
 
+# What people type who come from llama.cpp, vLLM, SGLang, LightLLM and mlx-lm: flags and what they are called here, or
+# why there is none; commands.
+FOREIGN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("foreign.json").read_text("utf-8"))
+
 # What generation_config.json may set, where no flag does.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -34,6 +38,39 @@ EXIT_CODES: dict[type[BaseException], int] = {
     ModelFormatError: 3, ConfigError: 3, TokenizerError: 3, RequestError: 2, CapacityError: 4, KeyboardInterrupt: 130,
     BrokenPipeError: 141, ModuleNotFoundError: 1, OSError: 1,  # as a full disk under stdout
 }  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags must be spelled out (an abbreviation would change its meaning when a flag is added); unknown ones are
+    answered before a missing one is."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        args = sys.argv[1:] if args is None else list(args)
+        for arg in args:
+            if arg == "--":
+                break
+            if arg.startswith("-") and " " not in arg and (answer := self._answer(arg.partition("=")[0])):
+                self.error(answer)
+        return super().parse_known_args(args, namespace)
+
+    def _answer(self, flag: str) -> str | None:
+        """What to say of a flag that this parser does not have; None for those it has, for values, and for no idea."""
+        known = self._option_string_actions
+        spelled = flag.replace("_", "-")
+        if flag in known:
+            return None
+        if use := spelled if spelled in known else FOREIGN["flags"].get(spelled):
+            return f"unrecognized argument {flag}: {f'use {use}' if use.startswith('-') else use}"
+        if not flag.startswith("--"):
+            return None  # short flags joined, a negative number, or what argparse itself refuses
+        near = difflib.get_close_matches(spelled, list(known), n=1, cutoff=0.7)
+        return f"unrecognized argument {flag}: did you mean {near[0]}?" if near else None
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n{self.prog} --help lists the flags\n")
 
 
 def parser(command: str) -> Parser:
@@ -48,6 +85,15 @@ def parser(command: str) -> Parser:
         for names, options in (settings | table).items():
             group.add_argument(*names.split(), **options)
     return parser
+
+
+def command_hint(name: str, commands: Iterable[str]) -> str:
+    """One line about a command that is none of `commands`."""
+    if name.startswith("-"):
+        return f"error: the command comes first, as isotherm generate {name} ..."
+    near = difflib.get_close_matches(name, sorted(commands), n=1, cutoff=0.6)
+    answer = FOREIGN["commands"].get(name) or (f"did you mean {near[0]}?" if near else None)
+    return f"error: unknown command {name!r}" + (f": {answer}" if answer else "")
 
 
 def run_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

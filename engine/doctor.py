@@ -1,10 +1,12 @@
-"""`python -m engine.doctor`: what this machine has, which code paths that switches on, what is missing for what.
+"""`python -m engine.doctor`: what this machine has, which code paths that switches on, what is missing for what; and
+`isotherm models`: the models that are found on it, and whether they can be loaded (no torch).
 
-Exit code 1 where something is wrong (said last); a missing extra is no fault, only something that is not there.
+The doctor's exit code is 1 where something is wrong (said last); a missing extra is no fault, only not there.
 """
 
 import importlib.metadata
 import json
+import math
 import platform
 import re
 from collections.abc import Iterator
@@ -15,12 +17,11 @@ from engine import origins, strangers
 from engine.cli import parser, run
 from engine.config import usable_cpus
 from engine.errors import TokenizerError
-from engine.models import describe
 from models.checkpoint import open_checkpoint
 from models.errors import ConfigError, ModelFormatError, require
 from models.files import read_object
 from models.llama.config import LlamaConfig
-from models.resolve import cache_directory, places, resolve
+from models.resolve import cache_directory, found, places, resolve
 
 # core: its packages and the oldest versions that work, as pyproject.toml has them. extras: packages, what they are for,
 # and the extra that has them. advice: of a run's statistics, the most a number should be, and which knob to turn.
@@ -81,8 +82,8 @@ def examine(model: str | None = None) -> dict[str, Any]:
         gpus = []
         for i in range(torch.cuda.device_count()):
             gpu, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
-            memory = {"free_bytes": free, "total_bytes": total}
-            gpus.append({"name": gpu.name, "capability": f"sm_{gpu.major}{gpu.minor}", **memory})
+            arch = f"sm_{gpu.major}{gpu.minor}"
+            gpus.append({"name": gpu.name, "capability": arch, "free_bytes": free, "total_bytes": total})
         report |= {
             "memory": {"free_bytes": free_memory_bytes(torch.device("cpu"))},
             "gpu": {"torch_cuda": torch.version.cuda, "devices": gpus},
@@ -99,7 +100,7 @@ def examine(model: str | None = None) -> dict[str, Any]:
     except ImportError as error:  # said already, where the package is not there at all
         problems.append(f"torch cannot be imported: {error}")
     if model is not None:
-        report["model"] = _model(model)
+        report["model"] = describe(model, model, closely=True)
         problems += filter(None, [report["model"]["error"]])
     return report | {"problems": problems}
 
@@ -108,27 +109,57 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
 
 
-def _model(name: str) -> dict[str, Any]:
-    """Config, headers and tokenizer of a model, each against the others; no weights. `error` says what is wrong, if
-    anything is."""
+def describe(name: str, place: str | Path, closely: bool = False) -> dict[str, Any]:
+    """A model from its config and headers, and closely from its tokenizer too, each against the others; no weights.
+    `error` says why it cannot be loaded, and is None where that succeeds."""
     row: dict[str, Any] = {"name": name, "error": None}
     try:
-        path = resolve(name)
-        row = describe(name, path)
-        if row["error"] is not None:
-            return row
-        from engine.tokenizer import load_tokenizer
-        from models.llama.model import LlamaWeights
-        from models.loader import check_fit
-
+        path = resolve(str(place))
         config = LlamaConfig.from_dict(read_object(path / "config.json"))
-        check_fit(LlamaWeights(config), open_checkpoint(path))
-        tokenizer = load_tokenizer(path, config.vocab_size)
-        kind = type(tokenizer).__name__
-        row["tokenizer"] = {"kind": kind, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id}
+        context, kv_bytes = config.context_length, config.kv_bytes_per_token(2)
+        row |= {"path": str(path), "context": context, "kv_bytes_per_token": kv_bytes}
+        tensors = open_checkpoint(path)
+        sizes = [(info.nbytes, info.dtype, math.prod(info.shape)) for info in tensors.values()]
+        _, dtype, _ = max(sizes, default=(0, None, 0))  # of the largest tensor
+        row |= {"size_bytes": sum(size for size, *_ in sizes), "dtype": dtype, "parameters": sum(n for *_, n in sizes)}
+        if closely:
+            from engine.tokenizer import load_tokenizer
+            from models.llama.model import LlamaWeights
+            from models.loader import check_fit
+
+            check_fit(LlamaWeights(config), tensors)
+            tokenizer = load_tokenizer(path, config.vocab_size)
+            kind = type(tokenizer).__name__
+            row["tokenizer"] = {"kind": kind, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id}
     except (ConfigError, ModelFormatError, TokenizerError, ImportError) as error:
         row["error"] = str(error)
     return row
+
+
+def models(argv: list[str] | None = None) -> int:
+    args = parser("models").parse_args(argv)
+    rows = [describe(name, path) for name, path in found().items()]
+    looked = [str(place) for place in places()]
+    if args.json:
+        print(json.dumps({"rows": rows, "looked_at": looked}))
+    elif rows:
+        print(_table(rows))
+    else:
+        print("no models found in:", *looked, sep="\n  ")
+        print("A demo model (93 MB): python -m tools.get_demo_model. A directory anywhere: --model DIRECTORY.")
+    return 0
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    width = max(len(row["name"]) for row in rows)
+    lines = [f"{'model':{width}}  {'size':>9}  dtype  {'parameters':>10}  context"]
+    for row in rows:
+        size = f"{row['size_bytes'] / 1e9:.2f} GB" if "size_bytes" in row else "-"
+        count = f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "-"
+        dtype, context = row.get("dtype") or "-", row.get("context", "-")
+        lines.append(f"{row['name']:{width}}  {size:>9}  {dtype:5}  {count:>10}  {context:>7}")
+        lines.append(f"    cannot be loaded: {row['error']}" if row["error"] else f"    {row['path']}")
+    return "\n".join(lines)
 
 
 def _lines(facts: dict[str, Any], indent: str = "") -> Iterator[str]:

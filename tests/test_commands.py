@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from oracle.checkpoint import make_checkpoint, random_weights, write_weights
 
-from engine import LLM, ModelFormatError, SamplingParams, arguments, doctor
+from engine import LLM, ModelFormatError, SamplingParams, cli, doctor
 from engine.cli import COMMANDS, parser
 from engine.config import EngineConfig
 from engine.doctor import CORE, EXTRAS, examine
@@ -359,7 +359,7 @@ def test_flags_of_other_engines(capsys, flag, part):
 
 def test_every_answer_names_a_flag_that_there_is():
     flags = parser("generate")._option_string_actions
-    for flag, answer in arguments.FOREIGN["flags"].items():
+    for flag, answer in cli.FOREIGN["flags"].items():
         assert flag not in flags
         assert not answer.startswith("-") or answer in flags, (flag, answer)
 
