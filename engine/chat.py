@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import json
 import os
@@ -16,15 +15,13 @@ import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from engine.cli import EXIT_CODES, parser, rates, run, run_settings, show, with_defaults
+from engine.cli import EXIT_CODES, did_you_mean, load, parser, rates, run, run_settings, show
 from engine.config import EngineConfig, RequestOutput, SamplingParams
 from engine.errors import RequestError, require_request
 from engine.settings import flags
-from engine.signals import raise_exceptions
 from engine.templates import ChatTemplate, Message, check_messages, find_template
 from engine.tokenizer import check_text
 from models.errors import require, shown
@@ -38,22 +35,16 @@ FORMAT = "isotherm-chat-1"
 _ERRORS = tuple(kind for kind, code in EXIT_CODES.items() if code in (2, 3, 4))
 # C0 and C1 controls but tab and newline: to a terminal they are commands, and no text may command it.
 _CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd") | {9: "\t", 10: "\n", 13: ""}
-Outputs = Generator[RequestOutput, None, None]
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser("chat").parse_args(argv)
-    chosen, settings = run_settings(args)
+    sampling, settings = run_settings(args)
     check_text(args.system or "", "the system prompt")
     system = [{"role": "system", "content": args.system}] if args.system else []
     source = find_template(EngineConfig(**settings), args.chat_template)
-    from engine.llm import LLM
-
-    llm = LLM(progress=not args.quiet, **settings)
-    assert llm.tokenizer is not None
+    llm, params = load(args.quiet, sampling, settings)
     llm.chat_template = ChatTemplate(source, llm.tokenizer)
-    raise_exceptions()
-    params = with_defaults(chosen, llm.generation_config, args.quiet)
     Session(llm, params, Console(), system, args.quiet).run()
     return 0
 
@@ -74,9 +65,8 @@ class Session:
     def run(self) -> None:
         """Until the input ends, or /exit."""
         if not self.quiet:
-            llm, template = self.llm, self.llm.chat_template.source.name
-            sizes = f"chat template {template}, context {llm.max_model_len} tokens."
-            self.console.note(f"{llm.config.model}: {sizes}\n/help lists the commands, Ctrl-D leaves")
+            sizes = f"chat template {self.llm.chat_template.source.name}, context {self.llm.max_model_len} tokens."
+            self.console.note(f"{self.llm.config.model}: {sizes}\n/help lists the commands, Ctrl-D leaves")
         while True:
             try:
                 self._next()
@@ -97,8 +87,7 @@ class Session:
             self._send(self._block(line.lstrip()[3:]))
         elif line.startswith("/"):
             name, _, rest = line[1:].partition(" ")
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f"did you mean /{near[0]}?" if near else "/help lists them."
+            hint = did_you_mean(f"/{name}", [f"/{known}" for known in COMMANDS]) or "/help lists them."
             escape = '(a message that begins with / goes between """)'
             require_request(name in COMMANDS, f"unknown command /{name}: {hint} {escape}")
             COMMANDS[name](self, rest.strip())
@@ -152,9 +141,8 @@ class Session:
         if not self.quiet:
             speed = rates(times, asked)
             decode = f", {speed['decode_tok_s']:.1f} tok/s" if speed["decode_tok_s"] else ""
-            ttft = speed["ttft_s"] * 1e3
             prompt = f"prompt {asked} tokens, {last.num_cached_tokens} cached"
-            self.console.note(f"[{said} tokens{decode}, TTFT {ttft:.0f} ms, {prompt}]")
+            self.console.note(f"[{said} tokens{decode}, TTFT {speed['ttft_s'] * 1e3:.0f} ms, {prompt}]")
 
     # The commands, by name. /help shows their docstrings.
 
@@ -162,7 +150,7 @@ class Session:
         '''/help              this list
         """                begin a message of several lines, up to the next """; it may begin with /
         Ctrl-C             stop the answer; what is there of it stays'''
-        self.console.note("\n".join(dict.fromkeys(str(inspect.getdoc(do)) for do in COMMANDS.values())))
+        self.console.note("\n".join(str(inspect.getdoc(do)) for do in COMMANDS.values()))
 
     def do_system(self, text: str) -> None:
         """/system [TEXT]     show or set the system prompt; "" is none"""
@@ -235,8 +223,6 @@ class Session:
         """/exit              leave, as Ctrl-D does"""
         raise EOFError
 
-    do_quit = do_exit
-
 
 COMMANDS = {name.removeprefix("do_"): do for name, do in vars(Session).items() if name.startswith("do_")}
 
@@ -286,13 +272,13 @@ class Console:
         print(f"error: {error}".translate(_CONTROLS), file=sys.stderr, flush=True)
 
 
-def stoppable(outputs: Outputs) -> Outputs:
+def stoppable(outputs: Generator[RequestOutput, None, None]) -> Generator[RequestOutput, None, None]:
     """The outputs up to Ctrl-C. While the model computes it is KeyboardInterrupt, at once: that step then counts as not
     done. Anywhere else an exception could lose pages of the cache, so it waits for the next moment between steps."""
-    pressed = Event()
+    pressed: list[int] = []
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
-        pressed.set()
+        pressed.append(number)
         while frame is not None:
             if frame.f_globals.get("__name__") == "engine.runner":
                 raise KeyboardInterrupt
@@ -303,7 +289,7 @@ def stoppable(outputs: Outputs) -> Outputs:
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
             for output in outputs:
                 yield output
-                if pressed.is_set():
+                if pressed:
                     return
     finally:
         signal.signal(signal.SIGINT, before)

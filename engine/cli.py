@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from engine.config import EngineConfig, RequestOutput, SamplingParams
 from engine.errors import RequestError, TokenizerError
 from engine.settings import flags
-from engine.signals import exit_at_once
+from engine.signals import exit_at_once, raise_exceptions
 from memory.errors import CapacityError
 from models.errors import ConfigError, ModelFormatError
 from models.resolve import resolve
@@ -66,8 +66,8 @@ class Parser(argparse.ArgumentParser):
             return f"unrecognized argument {flag}: {f'use {use}' if use.startswith('-') else use}"
         if not flag.startswith("--"):
             return None  # short flags joined, a negative number, or what argparse itself refuses
-        near = difflib.get_close_matches(spelled, list(known), n=1, cutoff=0.7)
-        return f"unrecognized argument {flag}: did you mean {near[0]}?" if near else None
+        near = did_you_mean(spelled, known, 0.7)
+        return f"unrecognized argument {flag}: {near}" if near else None
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n{self.prog} --help lists the flags\n")
@@ -91,9 +91,13 @@ def command_hint(name: str, commands: Iterable[str]) -> str:
     """One line about a command that is none of `commands`."""
     if name.startswith("-"):
         return f"error: the command comes first, as isotherm generate {name} ..."
-    near = difflib.get_close_matches(name, sorted(commands), n=1, cutoff=0.6)
-    answer = FOREIGN["commands"].get(name) or (f"did you mean {near[0]}?" if near else None)
+    answer = FOREIGN["commands"].get(name) or did_you_mean(name, commands)
     return f"error: unknown command {name!r}" + (f": {answer}" if answer else "")
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The question, of the known name that is nearest; nothing if none is near."""
+    return "".join(f"did you mean {near}?" for near in difflib.get_close_matches(name, sorted(known), 1, cutoff))
 
 
 def run_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -108,20 +112,23 @@ def run_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     return sampling, settings
 
 
-def with_defaults(flags: dict[str, Any], generation_config: dict[str, Any], quiet: bool) -> SamplingParams:
-    """The flags over the checkpoint's generation_config.json, which is said."""
-    found = generation_config | ({"temperature": 0.0} if generation_config.get("do_sample") is False else {})
-    defaults = {key: found[key] for key in _SAMPLING_DEFAULTS if found.get(key) is not None and key not in flags}
+def load(quiet: bool, sampling: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, SamplingParams]:
+    """The `LLM`, and the sampling flags over the checkpoint's generation_config.json, which is said."""
+    from engine.llm import LLM
+
+    llm = LLM(progress=not quiet, **settings)
+    raise_exceptions()
+    found = llm.generation_config | ({"temperature": 0.0} if llm.generation_config.get("do_sample") is False else {})
+    defaults = {key: found[key] for key in _SAMPLING_DEFAULTS if found.get(key) is not None and key not in sampling}
     if defaults and not quiet:
         print("generation_config.json: " + ", ".join(f"{k} {v}" for k, v in defaults.items()), file=sys.stderr)
-    return SamplingParams(**(defaults | flags))
+    return llm, SamplingParams(**(defaults | sampling))
 
 
 def show(outputs: Iterable[RequestOutput], write: Callable[[str], Any]) -> tuple[RequestOutput | None, list[float]]:
     """Write the text as it grows; returns the last output and the times of the call and of each token."""
     times = [time.perf_counter()]
-    shown = 0
-    last = None
+    shown, last = 0, None
     for last in outputs:
         times.append(time.perf_counter())
         write(last.text[shown:])

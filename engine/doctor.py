@@ -82,8 +82,8 @@ def examine(model: str | None = None) -> dict[str, Any]:
         gpus = []
         for i in range(torch.cuda.device_count()):
             gpu, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
-            arch = f"sm_{gpu.major}{gpu.minor}"
-            gpus.append({"name": gpu.name, "capability": arch, "free_bytes": free, "total_bytes": total})
+            row = {"name": gpu.name, "capability": f"sm_{gpu.major}{gpu.minor}"}
+            gpus.append(row | {"free_bytes": free, "total_bytes": total})
         report |= {
             "memory": {"free_bytes": free_memory_bytes(torch.device("cpu"))},
             "gpu": {"torch_cuda": torch.version.cuda, "devices": gpus},
@@ -115,9 +115,9 @@ def describe(name: str, place: str | Path, closely: bool = False) -> dict[str, A
     row: dict[str, Any] = {"name": name, "error": None}
     try:
         path = resolve(str(place))
+        row["path"] = str(path)
         config = LlamaConfig.from_dict(read_object(path / "config.json"))
-        context, kv_bytes = config.context_length, config.kv_bytes_per_token(2)
-        row |= {"path": str(path), "context": context, "kv_bytes_per_token": kv_bytes}
+        row |= {"context": config.context_length, "kv_bytes_per_token": config.kv_bytes_per_token(2)}
         tensors = open_checkpoint(path)
         sizes = [(info.nbytes, info.dtype, math.prod(info.shape)) for info in tensors.values()]
         _, dtype, _ = max(sizes, default=(0, None, 0))  # of the largest tensor

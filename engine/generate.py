@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.cli import COMMANDS, parser, rates, run, run_settings, show, with_defaults
+from engine.cli import COMMANDS, load, parser, rates, run, run_settings, show
 from engine.config import RequestOutput
 from engine.errors import RequestError
-from engine.signals import raise_exceptions
 
 _SUMMARY: list[tuple[str, float, str]] = COMMANDS["generate"]["summary"]
 
@@ -20,14 +19,10 @@ _SUMMARY: list[tuple[str, float, str]] = COMMANDS["generate"]["summary"]
 def main(argv: list[str] | None = None) -> int:
     args = parser("generate").parse_args(argv)
     prompt = _prompt(args)
-    flags, settings = run_settings(args)
+    checked = run_settings(args)
     begin = time.perf_counter()
-    from engine import LLM
-
-    llm = LLM(progress=not args.quiet, **settings)
+    llm, params = load(args.quiet, *checked)
     load_s = time.perf_counter() - begin
-    raise_exceptions()
-    params = with_defaults(flags, llm.generation_config, args.quiet)
     with contextlib.closing(llm.stream(prompt, params)) as outputs:
         last, times = show(outputs, lambda text: None if args.json else print(text, end="", flush=True))
     assert last is not None

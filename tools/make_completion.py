@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import shtab
 
@@ -31,7 +32,7 @@ def script(shell: str) -> str:
     isotherm = argparse.ArgumentParser(prog="isotherm")
     commands = isotherm.add_subparsers()
     for name in COMMANDS:
-        command = parser(name)
+        command: Any = parser(name)
         commands.add_parser(name, help=command.description, parents=[command], add_help=False)
         for action in command._actions:
             if action.nargs != 0 and action.choices is None and action.dest in choices:
