@@ -41,11 +41,7 @@ EXIT_CODES: dict[type[BaseException], int] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags must be spelled out (an abbreviation would change its meaning when a flag is added); unknown ones are
-    answered before a missing one is."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+    """Unknown flags are answered before a missing one is."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         args = sys.argv[1:] if args is None else list(args)
@@ -76,7 +72,8 @@ class Parser(argparse.ArgumentParser):
 def parser(command: str) -> Parser:
     """A command's, as commands.json has it; of the group prompt one flag may be given."""
     row = COMMANDS[command]
-    parser = Parser(prog=row["prog"], description=row["description"])
+    # An abbreviation would change its meaning when a flag is added.
+    parser = Parser(prog=row["prog"], description=row["description"], allow_abbrev=False)
     for title, table in (row["flags"] | (_TABLE["loading"] if "defaults" in row else {})).items():
         group: argparse._ActionsContainer = parser.add_argument_group(title)
         if title == "prompt":

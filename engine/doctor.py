@@ -88,13 +88,11 @@ def examine(model: str | None = None) -> dict[str, Any]:
             "memory": {"free_bytes": free_memory_bytes(torch.device("cpu"))},
             "gpu": {"torch_cuda": torch.version.cuda, "devices": gpus},
             "code_paths": {
-                "device": "cuda" if gpus else "cpu",
-                "backend": "triton" if gpus else "torch",
-                "cpu_dtype": "bfloat16" if bf16 else "float32",
-                "packed_bfloat16_linear": bf16,
+                "device": "cuda" if gpus else "cpu", "backend": "triton" if gpus else "torch",
+                "cpu_dtype": "bfloat16" if bf16 else "float32", "packed_bfloat16_linear": bf16,
                 "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             },
-        }
+        }  # fmt: skip
         if gpus and versions["triton"] is None:
             problems.append("there is a GPU, and no triton for its kernels: pip install triton")
     except ImportError as error:  # said already, where the package is not there at all
@@ -143,23 +141,18 @@ def models(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps({"rows": rows, "looked_at": looked}))
     elif rows:
-        print(_table(rows))
+        width = max(len(row["name"]) for row in rows)
+        print(f"{'model':{width}}  {'size':>9}  dtype  {'parameters':>10}  context")
+        for row in rows:
+            size = f"{row['size_bytes'] / 1e9:.2f} GB" if "size_bytes" in row else "-"
+            count = f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "-"
+            dtype, context = row.get("dtype") or "-", row.get("context", "-")
+            print(f"{row['name']:{width}}  {size:>9}  {dtype:5}  {count:>10}  {context:>7}")
+            print(f"    cannot be loaded: {row['error']}" if row["error"] else f"    {row['path']}")
     else:
         print("no models found in:", *looked, sep="\n  ")
         print("A demo model (93 MB): python -m tools.get_demo_model. A directory anywhere: --model DIRECTORY.")
     return 0
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    width = max(len(row["name"]) for row in rows)
-    lines = [f"{'model':{width}}  {'size':>9}  dtype  {'parameters':>10}  context"]
-    for row in rows:
-        size = f"{row['size_bytes'] / 1e9:.2f} GB" if "size_bytes" in row else "-"
-        count = f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "-"
-        dtype, context = row.get("dtype") or "-", row.get("context", "-")
-        lines.append(f"{row['name']:{width}}  {size:>9}  {dtype:5}  {count:>10}  {context:>7}")
-        lines.append(f"    cannot be loaded: {row['error']}" if row["error"] else f"    {row['path']}")
-    return "\n".join(lines)
 
 
 def _lines(facts: dict[str, Any], indent: str = "") -> Iterator[str]:

@@ -60,15 +60,10 @@ def _report(output: RequestOutput, stats: dict[str, Any], load_s: float, times: 
     memory |= {f"kv_{key}_bytes": cache[f"{key}_bytes"] for key in ("resident", "full", "total", "peak", "cold")}
     prompt_tokens = len(output.prompt_token_ids)
     return {
-        "text": output.text,
-        "token_ids": output.token_ids,
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": len(output.token_ids),
-        "finish_reason": output.finish_reason,
-        "timings": {"load_s": load_s} | rates(times, prompt_tokens),
-        "memory": memory,
-        "cache": cache,
-    }
+        "text": output.text, "token_ids": output.token_ids, "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(output.token_ids), "finish_reason": output.finish_reason,
+        "timings": {"load_s": load_s} | rates(times, prompt_tokens), "memory": memory, "cache": cache,
+    }  # fmt: skip
 
 
 def _summary(report: dict[str, Any]) -> str:
