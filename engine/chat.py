@@ -185,7 +185,14 @@ class Session:
                  "settings": dataclasses.asdict(self.params)}  # fmt: skip
         try:
             require(file.is_file() or not file.exists(), f"{file}: not a regular file")
-            _write_atomically(file, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
+            with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as place:  # so it is the whole file or none
+                with tempfile.NamedTemporaryFile(
+                    "w", dir=place, delete=False, encoding="utf-8", newline="\n"
+                ) as stream:
+                    stream.write(json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                os.replace(stream.name, file)
         except OSError as error:
             raise RequestError(f"{file}: cannot be written: {error.strerror}") from None
         self.console.note(f"saved {len(self.turns)} messages to {file}")
@@ -230,16 +237,6 @@ COMMANDS = {name.removeprefix("do_"): do for name, do in vars(Session).items() i
 def _file(name: str, command: str) -> Path:
     require_request(name != "" and "\0" not in name, f"{command} takes the name of a file")
     return Path(os.path.expanduser(name))
-
-
-def _write_atomically(file: Path, text: str) -> None:
-    """The whole file or none of it, for the owner alone."""
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as directory:
-        with tempfile.NamedTemporaryFile("w", dir=directory, delete=False, encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(stream.name, file)
 
 
 class Console:

@@ -58,9 +58,8 @@ def flags(settings: type[Any], defaults: Mapping[str, Any]) -> dict[str, dict[st
             parse = _PARSERS.get(metavar) or _PARSERS[field.type.partition(" ")[0]]
             takes = {"action": "store_true"} if parse is bool else {"type": parse, "metavar": metavar}
             words = row["help"].replace("%(default)s", str(defaults.get(name, field.default)))
-            default = defaults.get(name, argparse.SUPPRESS)
             names = " ".join([f"--{name.replace('_', '-')}", *row.get("names", [])])
-            found[names] = {"dest": name, "default": default, "help": words, **takes}
+            found[names] = {"dest": name, "default": defaults.get(name, argparse.SUPPRESS), "help": words, **takes}
     return found
 
 

@@ -130,10 +130,8 @@ class ChatTemplate:
         special = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
         variables = {key: names[i] for key, i in special.items() if i in names} | source.variables
         self.source = source._replace(variables=variables)
-        needed = []
-        if source.name == "llama2":
-            needed = [variables.get(key, key) for key in special]
-        elif source.name == "chatml" and source.origin == CHOSEN:  # a checkpoint's own may spell them in plain text
+        needed = [variables.get(key, key) for key in special] if source.name == "llama2" else []
+        if source.name == "chatml" and source.origin == CHOSEN:  # a checkpoint's own may spell them in plain text
             needed = ["<|im_start|>", "<|im_end|>"]
         if missing := ", ".join(token for token in needed if token not in tokens):
             raise ConfigError(f"{source.origin}: the tokenizer lacks {missing} of the {source.name} template")

@@ -65,9 +65,8 @@ def resolve(name: str) -> Path:
         gated = "(Llama 2 is gated: accept its licence on its page and log in first)" if "Llama-2" in repository else ""
         lines.append(f"Get it: hf download {repository} --exclude '*.bin' {gated}")
     else:
-        lines.append(
-            "Give a directory with config.json and safetensors files; smollm2-135m: python -m tools.get_demo_model"
-        )
+        demo = "smollm2-135m, a demo model: python -m tools.get_demo_model"
+        lines.append(f"Give a directory with config.json and safetensors files, or get {demo}")
     raise ModelFormatError("\n".join(lines))
 
 
