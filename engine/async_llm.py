@@ -45,9 +45,8 @@ class AsyncLLM:
     def __init__(self, model: str | os.PathLike[str], *, max_queue: int = 256, **settings: Any) -> None:
         """Load a model, which blocks: in an event loop `await asyncio.to_thread(AsyncLLM, model)`. Settings and errors
         are those of `LLM`. max_queue: requests that may be in the engine together, waiting ones included."""
-        require_config(
-            type(max_queue) is int and max_queue > 0, "max_queue must be an integer from 1 on, got", max_queue
-        )
+        right = type(max_queue) is int and max_queue >= 1
+        require_config(right, "max_queue must be an integer from 1 on, got", max_queue)
         self._engine = _Engine(LLM(model, **settings), max_queue)
         weakref.finalize(self, self._engine.stop)
 

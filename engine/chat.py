@@ -186,9 +186,7 @@ class Session:
         try:
             require(file.is_file() or not file.exists(), f"{file}: not a regular file")
             with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as place:  # so it is the whole file or none
-                with tempfile.NamedTemporaryFile(
-                    "w", dir=place, delete=False, encoding="utf-8", newline="\n"
-                ) as stream:
+                with tempfile.NamedTemporaryFile("w", dir=place, delete=False, encoding="utf-8") as stream:
                     stream.write(json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
                     stream.flush()
                     os.fsync(stream.fileno())

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import difflib
+import itertools
 import json
 import os
 import secrets
@@ -45,25 +46,18 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         args = sys.argv[1:] if args is None else list(args)
-        for arg in args:
-            if arg == "--":
-                break
-            if arg.startswith("-") and " " not in arg and (answer := self._answer(arg.partition("=")[0])):
-                self.error(answer)
+        for flag in (arg.partition("=")[0] for arg in itertools.takewhile("--".__ne__, args) if " " not in arg):
+            if flag.startswith("-") and flag not in self._option_string_actions and (answer := self._answer(flag)):
+                self.error(f"unrecognized argument {flag}: {answer}")
         return super().parse_known_args(args, namespace)
 
-    def _answer(self, flag: str) -> str | None:
-        """What to say of a flag that this parser does not have; None for those it has, for values, and for no idea."""
-        known = self._option_string_actions
-        spelled = flag.replace("_", "-")
-        if flag in known:
-            return None
-        if use := spelled if spelled in known else FOREIGN["flags"].get(spelled):
-            return f"unrecognized argument {flag}: {f'use {use}' if use.startswith('-') else use}"
-        if not flag.startswith("--"):
-            return None  # short flags joined, a negative number, or what argparse itself refuses
-        near = did_you_mean(spelled, known, 0.7)
-        return f"unrecognized argument {flag}: {near}" if near else None
+    def _answer(self, flag: str) -> str:
+        """What to say of a flag that this parser does not have; nothing of values, and where there is no idea."""
+        known, spelled = self._option_string_actions, flag.replace("_", "-")
+        use = spelled if spelled in known else FOREIGN["flags"].get(spelled, "")
+        if use or not flag.startswith("--"):  # short flags joined, a negative number, or what argparse itself refuses
+            return f"use {use}" if use.startswith("-") else use
+        return did_you_mean(spelled, known, 0.7)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n{self.prog} --help lists the flags\n")
