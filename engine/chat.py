@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from engine.cli import EXIT_CODES, did_you_mean, load, parser, rates, run, run_settings, show
+from engine.cli import EXIT_CODES, did_you_mean, load, parser, rates, run, run_settings, show, words
 from engine.config import EngineConfig, RequestOutput, SamplingParams
 from engine.errors import RequestError, require_request
 from engine.settings import flags
@@ -139,10 +139,8 @@ class Session:
         elif last.finish_reason == "length":
             self.console.note(f"cut: /set max_tokens allows more than {self.params.max_tokens} tokens")
         if not self.quiet:
-            speed = rates(times, asked)
-            decode = f", {speed['decode_tok_s']:.1f} tok/s" if speed["decode_tok_s"] else ""
-            prompt = f"prompt {asked} tokens, {last.num_cached_tokens} cached"
-            self.console.note(f"[{said} tokens{decode}, TTFT {speed['ttft_s'] * 1e3:.0f} ms, {prompt}]")
+            figures = rates(times, asked) | {"asked": asked, "said": said, "cached": last.num_cached_tokens}
+            self.console.note(words("chat", "answer", figures))
 
     # The commands, by name. /help shows their docstrings.
 
@@ -216,13 +214,8 @@ class Session:
 
     def do_stats(self, rest: str) -> None:
         """/stats             tokens, speed and memory"""
-        stats = self.llm.stats()
-        self.console.note(
-            f"{len(self.turns) // 2} turns; the last answer ended at {self.held} of {stats['max_model_len']} tokens\n"
-            f"{self.generated} tokens generated in this session\n"
-            f"KV cache {stats['kv_resident_bytes'] / 1e6:.1f} MB of {stats['kv_capacity_bytes'] / 1e6:.1f} MB, weights "
-            f"{stats['weights_bytes'] / 1e6:.1f} MB, peak memory {stats['peak_rss_bytes'] / 1e9:.2f} GB"
-        )
+        session = {"turns": len(self.turns) // 2, "held": self.held, "generated": self.generated}
+        self.console.note(words("chat", "stats", self.llm.stats() | session))
 
     def do_exit(self, rest: str) -> None:
         """/exit              leave, as Ctrl-D does"""

@@ -135,6 +135,16 @@ def rates(times: list[float], prompt_tokens: int) -> dict[str, Any]:
     return {"ttft_s": ttft, "prefill_tok_s": prompt_tokens / ttft, "decode_tok_s": decode}
 
 
+def words(command: str, part: str, figures: dict[str, Any]) -> str:
+    """The texts of a part of the command in commands.json whose figures are above what stands beside them. A text may
+    have a_mb or a_gb of a figure a_bytes, and a_ms of a_s."""
+    numbers = {key: value for key, value in figures.items() if isinstance(value, int | float)}
+    for unit, other, factor in (("_bytes", "_mb", 1e-6), ("_bytes", "_gb", 1e-9), ("_s", "_ms", 1e3)):
+        figures |= {key.replace(unit, other): value * factor for key, value in numbers.items() if unit in key}
+    texts = COMMANDS[command][part]
+    return "".join(text.format(**figures) for key, most, text in texts if numbers.get(key, 0) > most)
+
+
 def given(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
     """The fields of the dataclass that were given on the command line."""
     return {key: value for key, value in vars(args).items() if key in config.__dataclass_fields__}

@@ -9,11 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.cli import COMMANDS, load, parser, rates, run, run_settings, show
+from engine.cli import load, parser, rates, run, run_settings, show, words
 from engine.config import RequestOutput
 from engine.errors import RequestError
-
-_SUMMARY: list[tuple[str, float, str]] = COMMANDS["generate"]["summary"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,18 +65,16 @@ def _report(output: RequestOutput, stats: dict[str, Any], load_s: float, times: 
 
 
 def _summary(report: dict[str, Any]) -> str:
-    """The report in a line: the texts of the figures that are above what is written beside them."""
+    """The report in a line."""
     cache = report["cache"]
     flash = cache["flash"] or {}
     figures = report | report["timings"] | report["memory"] | cache | {"flash": len(flash)}
     figures |= {f"flash_{key}": value for key, value in flash.items()}
-    figures |= {f"{key}_mb": value / 1e6 for key, value in figures.items() if "_bytes" in key and value is not None}
-    figures |= {"ttft_ms": figures["ttft_s"] * 1e3, "peak_gb": figures["peak_rss_bytes"] / 1e9}
     figures["kv_share"] = figures["kv_resident_bytes"] / max(figures["kv_full_bytes"], 1)
     if flash and flash["hits"] and cache["compute_s_per_token"]:
-        figures["compute_ms"] = cache["compute_s_per_token"] * cache["page_size"] * 1e3
-        figures["read_ms"] = flash["read_seconds"] / flash["hits"] * 1e3
-    return "".join(text.format(**figures) for key, most, text in _SUMMARY if (figures.get(key) or 0) > most)
+        figures["compute_s"] = cache["compute_s_per_token"] * cache["page_size"]
+        figures["read_s"] = flash["read_seconds"] / flash["hits"]
+    return words("generate", "summary", figures)
 
 
 if __name__ == "__main__":
