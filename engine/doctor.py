@@ -58,8 +58,7 @@ def examine(model: str | None = None) -> dict[str, Any]:
     versions = {name: installed.get(name) for name in ("isotherm", *CORE, "triton", *EXTRAS)}
     problems = strangers(packages)
     for name, oldest in CORE.items():
-        version = versions[name]
-        if version is None or _numbers(version) < _numbers(oldest):
+        if _numbers(version := versions[name] or "") < _numbers(oldest):
             what = f"{name} {version} is too old" if version else f"the package {name} is missing"
             problems.append(f"{what}: pip install '{name}>={oldest}'")
     report: dict[str, Any] = {

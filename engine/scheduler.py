@@ -181,11 +181,9 @@ class Scheduler:
         size = self.cache.config.page_size
         found, _ = self.cache.cached_tokens(*request.wanted)
         end = (found // size + 1) * size
+        begins = (request.params.cache_salt, request.tokens[:end])
         return end < len(request.tokens) and any(
-            other.sequence.length < end <= len(other.tokens)
-            and other.shares
-            and other.params.cache_salt == request.params.cache_salt
-            and other.tokens[:end] == request.tokens[:end]
+            other.shares and other.sequence.length < end and (other.params.cache_salt, other.tokens[:end]) == begins
             for other in older
         )
 

@@ -71,12 +71,11 @@ def resolve(name: str) -> Path:
 
 
 def _why_not(candidate: Path) -> str:
+    way = f"convert it: python -m tools.convert {candidate} OUTDIR"
     if os.path.isfile(candidate):
-        if candidate.suffix == ".gguf":
-            return f"a GGUF file; convert it: python -m tools.convert {candidate} OUTDIR"
-        return "a file; give the directory that holds config.json"
+        return f"a GGUF file; {way}" if candidate.suffix == ".gguf" else "a file; give the directory of config.json"
     if os.path.isfile(candidate / "params.json"):
-        return f"Meta's own format; convert it: python -m tools.convert {candidate} OUTDIR"
+        return f"Meta's own format; {way}"
     return "no config.json in it" if os.path.isdir(candidate) else "does not exist"
 
 
