@@ -73,7 +73,8 @@ def resolve(name: str) -> Path:
 def _why_not(candidate: Path) -> str:
     way = f"convert it: python -m tools.convert {candidate} OUTDIR"
     if os.path.isfile(candidate):
-        return f"a GGUF file; {way}" if candidate.suffix == ".gguf" else "a file; give the directory of config.json"
+        gguf = candidate.suffix == ".gguf"
+        return f"a GGUF file; {way}" if gguf else "a file; give the directory that holds config.json"
     if os.path.isfile(candidate / "params.json"):
         return f"Meta's own format; {way}"
     return "no config.json in it" if os.path.isdir(candidate) else "does not exist"
