@@ -13,7 +13,6 @@ first in line, for what all its tokens will take. So the oldest request always a
 that is alone is compressed to fit, and with `kv_budget` all are, before any is preempted.
 """
 
-import operator
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,7 +148,7 @@ class Scheduler:
         for request in self.running:
             if request.num_pending > 1 and not self._follows(request, prefills):
                 prefills.append(request)
-        for request in filter(operator.attrgetter("shares"), prefills):
+        for request in [request for request in prefills if request.shares]:
             if not request.sequence.length:
                 self.cache.adopt(request.sequence, *request.wanted)
             self.cache.fetch(request.sequence, *request.wanted, self._squeezed)
@@ -201,14 +200,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Move waiting requests to the running ones while there is room."""
-        config = self.cache.config
+        units = self.cache.config.planned_units
         while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             _, shared = self.cache.cached_tokens(*request.wanted) if request.shares else (0, 0)
-            wanted = config.planned_units(self._expected(request)) - (shared << config.exact_order)
-            for other in self.running:
-                planned = config.planned_units(self._expected(other))
-                wanted += max(planned - config.planned_units(other.sequence.length), 0)
+            growth = [(units(self._expected(other)), units(other.sequence.length)) for other in self.running]
+            wanted = units(self._expected(request)) - (shared << self.cache.config.exact_order)
+            wanted += sum(max(planned - held, 0) for planned, held in growth)
             # One that does not fit the whole pool is compressed to fit it, alone.
             if wanted > self.cache.idle_units() and self.running:
                 break
