@@ -4,21 +4,18 @@ from engine.signals import exit_at_once
 
 exit_at_once()  # before the other imports take their time
 
-import importlib
+import pkgutil
 import sys
 
-from engine.arguments import command_hint
-from engine.cli import run
-
-COMMANDS = ("generate", "chat", "models", "cache", "doctor", "completion")
+from engine.cli import COMMANDS, command_hint, run
 
 
 def dispatch(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
-        return int(importlib.import_module(f"engine.{argv[0]}").main(argv[1:]))
-    texts = {name: importlib.import_module(f"engine.{name}").parser().description for name in COMMANDS}
-    lines = ["usage: isotherm <command> [options]", "", *(f"  {name:10} {text}" for name, text in texts.items())]
+        return int(pkgutil.resolve_name(COMMANDS[argv[0]]["main"])(argv[1:]))
+    texts = [f"  {name:10} {row['description']}" for name, row in COMMANDS.items()]
+    lines = ["usage: isotherm <command> [options]", "", *texts]
     wanted = bool(argv) and argv[0] in ("-h", "--help")
     if argv and not wanted:
         lines.append(command_hint(argv[0], COMMANDS))

@@ -31,6 +31,8 @@ from engine.templates import Message
 from memory import CapacityError
 from models.errors import require_config
 
+Outputs = AsyncGenerator[RequestOutput, None]
+
 
 class AsyncLLM:
     """A model that answers many tasks at once, its `LLM` in a thread of its own. Several may live in one process.
@@ -52,7 +54,7 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, end_ids: frozenset[int] = frozenset()
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> Outputs:
         """One answer as it grows: each output has the whole text so far, the last one a finish_reason. A slow reader
         gets the newest output, not every one.
 
@@ -67,9 +69,7 @@ class AsyncLLM:
                 ended = output.finish_reason is not None
                 yield output
 
-    async def chat(
-        self, messages: list[Message], params: SamplingParams | None = None
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def chat(self, messages: list[Message], params: SamplingParams | None = None) -> Outputs:
         """The answer to a conversation as it grows; see `generate`, and `LLM.chat` for messages and errors."""
         template = await self._ask(lambda llm: llm.chat_template)
         # Not in the engine thread, which it would hold up for a tenth of a second; it reads what nobody changes.

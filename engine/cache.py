@@ -1,30 +1,22 @@
 """`isotherm cache ls|verify|clear`: what prefixes left on flash (no torch)."""
 
-import argparse
 import json
 from pathlib import Path
 
-from engine.arguments import Parser
+from engine.cli import parser
 from models.errors import ConfigError
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="isotherm cache", description="List, check or delete what --flash-cache-dir has.")
-    parser.add_argument("action", choices=("ls", "verify", "clear"), help="verify also reads every page")
-    parser.add_argument("--flash-cache-dir", type=lambda text: Path(text).expanduser(), required=True, metavar="DIR")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """1 where verify finds damage."""
-    args = parser().parse_args(argv)
+    args = parser("cache").parse_args(argv)
     from memory.flash import StoreRefused, clear, inspect  # needs fcntl, which the parser does not
 
+    directory = Path(args.flash_cache_dir).expanduser()
     try:
-        rows = inspect(args.flash_cache_dir, verify=args.action == "verify")
+        rows = inspect(directory, verify=args.action == "verify")
         if args.action == "clear":
-            gone = clear(args.flash_cache_dir)
+            gone = clear(directory)
             rows = [row for row in rows if row["name"] in gone]
     except StoreRefused as error:
         raise ConfigError(str(error)) from None

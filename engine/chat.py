@@ -5,10 +5,8 @@ The conversation goes to stdout, everything else to stderr.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import json
 import os
@@ -17,16 +15,13 @@ import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
-from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from engine.arguments import Parser
-from engine.cli import EXIT_CODES, add_run_flags, rates, run, run_settings, show, with_defaults
+from engine.cli import EXIT_CODES, did_you_mean, load, parser, rates, run, run_settings, show, words
 from engine.config import EngineConfig, RequestOutput, SamplingParams
 from engine.errors import RequestError, require_request
 from engine.settings import flags
-from engine.signals import raise_exceptions
 from engine.templates import ChatTemplate, Message, check_messages, find_template
 from engine.tokenizer import check_text
 from models.errors import require, shown
@@ -35,37 +30,21 @@ from models.files import read_object
 if TYPE_CHECKING:
     from engine.llm import LLM
 
-MAX_TOKENS = 512  # of an answer, where no flag says another number
 FORMAT = "isotherm-chat-1"
 # What ends a command or a message, and not the session.
-_ERRORS = EXIT_CODES[2] + EXIT_CODES[3] + EXIT_CODES[4]
+_ERRORS = tuple(kind for kind, code in EXIT_CODES.items() if code in (2, 3, 4))
 # C0 and C1 controls but tab and newline: to a terminal they are commands, and no text may command it.
 _CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd") | {9: "\t", 10: "\n", 13: ""}
-Outputs = Generator[RequestOutput, None, None]
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m engine.chat", description="Talk with a Llama model; /help lists the commands.")
-    add_run_flags(parser, max_tokens=MAX_TOKENS)
-    chat = parser.add_argument_group("chat")
-    chat.add_argument("--system", metavar="TEXT", help="system prompt (default: the chat template's)")
-    chat.add_argument("--chat-template", metavar="NAME", help="llama2, chatml or a file (default: the checkpoint's)")
-    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    chosen, settings = run_settings(args)
+    args = parser("chat").parse_args(argv)
+    sampling, settings = run_settings(args)
     check_text(args.system or "", "the system prompt")
     system = [{"role": "system", "content": args.system}] if args.system else []
     source = find_template(EngineConfig(**settings), args.chat_template)
-    from engine.llm import LLM
-
-    llm = LLM(progress=not args.quiet, **settings)
-    assert llm.tokenizer is not None
+    llm, params = load(args.quiet, sampling, settings)
     llm.chat_template = ChatTemplate(source, llm.tokenizer)
-    raise_exceptions()
-    params = with_defaults({"max_tokens": MAX_TOKENS} | chosen, llm.generation_config, args.quiet)
     Session(llm, params, Console(), system, args.quiet).run()
     return 0
 
@@ -86,9 +65,8 @@ class Session:
     def run(self) -> None:
         """Until the input ends, or /exit."""
         if not self.quiet:
-            llm, template = self.llm, self.llm.chat_template.source.name
-            sizes = f"chat template {template}, context {llm.max_model_len} tokens."
-            self.console.note(f"{llm.config.model}: {sizes}\n/help lists the commands, Ctrl-D leaves")
+            sizes = f"chat template {self.llm.chat_template.source.name}, context {self.llm.max_model_len} tokens."
+            self.console.note(f"{self.llm.config.model}: {sizes}\n/help lists the commands, Ctrl-D leaves")
         while True:
             try:
                 self._next()
@@ -109,8 +87,7 @@ class Session:
             self._send(self._block(line.lstrip()[3:]))
         elif line.startswith("/"):
             name, _, rest = line[1:].partition(" ")
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f"did you mean /{near[0]}?" if near else "/help lists them."
+            hint = did_you_mean(f"/{name}", [f"/{known}" for known in COMMANDS]) or "/help lists them."
             escape = '(a message that begins with / goes between """)'
             require_request(name in COMMANDS, f"unknown command /{name}: {hint} {escape}")
             COMMANDS[name](self, rest.strip())
@@ -162,11 +139,8 @@ class Session:
         elif last.finish_reason == "length":
             self.console.note(f"cut: /set max_tokens allows more than {self.params.max_tokens} tokens")
         if not self.quiet:
-            speed = rates(times, asked)
-            decode = f", {speed['decode_tok_s']:.1f} tok/s" if speed["decode_tok_s"] else ""
-            ttft = speed["ttft_s"] * 1e3
-            prompt = f"prompt {asked} tokens, {last.num_cached_tokens} cached"
-            self.console.note(f"[{said} tokens{decode}, TTFT {ttft:.0f} ms, {prompt}]")
+            figures = rates(times, asked) | {"asked": asked, "said": said, "cached": last.num_cached_tokens}
+            self.console.note(words("chat", "answer", figures))
 
     # The commands, by name. /help shows their docstrings.
 
@@ -174,7 +148,7 @@ class Session:
         '''/help              this list
         """                begin a message of several lines, up to the next """; it may begin with /
         Ctrl-C             stop the answer; what is there of it stays'''
-        self.console.note("\n".join(dict.fromkeys(str(inspect.getdoc(do)) for do in COMMANDS.values())))
+        self.console.note("\n".join(str(inspect.getdoc(do)) for do in COMMANDS.values()))
 
     def do_system(self, text: str) -> None:
         """/system [TEXT]     show or set the system prompt; "" is none"""
@@ -185,13 +159,13 @@ class Session:
 
     def do_set(self, rest: str) -> None:
         """/set [NAME VALUE]  show or set how answers are chosen, as /set temperature 0.7"""
-        known = {name: flag for name, flag in flags(SamplingParams).items() if flag["parse"] is not bool}
+        known = {flag["dest"]: flag["type"] for flag in flags(SamplingParams, {}).values() if "type" in flag}
         if rest:
             name, _, value = rest.partition(" ")
             sound = name in known and value != ""
             require_request(sound, f"/set takes a name and a value; names: {', '.join(known)}; got", rest)
             try:
-                parsed: Any = None if value == "none" else known[name]["parse"](value)
+                parsed: Any = None if value == "none" else known[name](value)
             except ValueError:
                 raise RequestError(f"{name} must be a number, got {shown(value)}") from None
             self.params = dataclasses.replace(self.params, **{name: parsed})
@@ -209,7 +183,12 @@ class Session:
                  "settings": dataclasses.asdict(self.params)}  # fmt: skip
         try:
             require(file.is_file() or not file.exists(), f"{file}: not a regular file")
-            _write_atomically(file, json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
+            with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as place:  # so it is the whole file or none
+                with tempfile.NamedTemporaryFile("w", dir=place, delete=False, encoding="utf-8") as stream:
+                    stream.write(json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                os.replace(stream.name, file)
         except OSError as error:
             raise RequestError(f"{file}: cannot be written: {error.strerror}") from None
         self.console.note(f"saved {len(self.turns)} messages to {file}")
@@ -235,19 +214,12 @@ class Session:
 
     def do_stats(self, rest: str) -> None:
         """/stats             tokens, speed and memory"""
-        stats = self.llm.stats()
-        self.console.note(
-            f"{len(self.turns) // 2} turns; the last answer ended at {self.held} of {stats['max_model_len']} tokens\n"
-            f"{self.generated} tokens generated in this session\n"
-            f"KV cache {stats['kv_resident_bytes'] / 1e6:.1f} MB of {stats['kv_capacity_bytes'] / 1e6:.1f} MB, weights "
-            f"{stats['weights_bytes'] / 1e6:.1f} MB, peak memory {stats['peak_rss_bytes'] / 1e9:.2f} GB"
-        )
+        session = {"turns": len(self.turns) // 2, "held": self.held, "generated": self.generated}
+        self.console.note(words("chat", "stats", self.llm.stats() | session))
 
     def do_exit(self, rest: str) -> None:
         """/exit              leave, as Ctrl-D does"""
         raise EOFError
-
-    do_quit = do_exit
 
 
 COMMANDS = {name.removeprefix("do_"): do for name, do in vars(Session).items() if name.startswith("do_")}
@@ -256,16 +228,6 @@ COMMANDS = {name.removeprefix("do_"): do for name, do in vars(Session).items() i
 def _file(name: str, command: str) -> Path:
     require_request(name != "" and "\0" not in name, f"{command} takes the name of a file")
     return Path(os.path.expanduser(name))
-
-
-def _write_atomically(file: Path, text: str) -> None:
-    """The whole file or none of it, for the owner alone."""
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as directory:
-        with tempfile.NamedTemporaryFile("w", dir=directory, delete=False, encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(stream.name, file)
 
 
 class Console:
@@ -298,13 +260,13 @@ class Console:
         print(f"error: {error}".translate(_CONTROLS), file=sys.stderr, flush=True)
 
 
-def stoppable(outputs: Outputs) -> Outputs:
+def stoppable(outputs: Generator[RequestOutput, None, None]) -> Generator[RequestOutput, None, None]:
     """The outputs up to Ctrl-C. While the model computes it is KeyboardInterrupt, at once: that step then counts as not
     done. Anywhere else an exception could lose pages of the cache, so it waits for the next moment between steps."""
-    pressed = Event()
+    pressed: list[int] = []
 
     def on_interrupt(number: int, frame: FrameType | None) -> None:
-        pressed.set()
+        pressed.append(number)
         while frame is not None:
             if frame.f_globals.get("__name__") == "engine.runner":
                 raise KeyboardInterrupt
@@ -315,7 +277,7 @@ def stoppable(outputs: Outputs) -> Outputs:
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(outputs):
             for output in outputs:
                 yield output
-                if pressed.is_set():
+                if pressed:
                     return
     finally:
         signal.signal(signal.SIGINT, before)

@@ -1,55 +1,94 @@
-"""What the commands share: flags from dataclass fields, and errors as exit codes instead of tracebacks (no torch)."""
+"""What the commands share: their flags, and errors as exit codes instead of tracebacks (no torch)."""
 
 import argparse
 import contextlib
+import difflib
+import itertools
+import json
 import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.config import EngineConfig, RequestOutput, SamplingParams
 from engine.errors import RequestError, TokenizerError
 from engine.settings import flags
-from engine.signals import exit_at_once
+from engine.signals import exit_at_once, raise_exceptions
 from memory.errors import CapacityError
 from models.errors import ConfigError, ModelFormatError
 from models.resolve import resolve
+
+# commands: how they are called and described, and their flags by group. loading: the flags of those that load a model
+# and let it answer, which have defaults for it.
+_TABLE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("commands.json").read_text("utf-8"))
+COMMANDS = _TABLE["commands"]
+_SETTINGS: dict[str, type[Any]] = {"answer": SamplingParams, "engine": EngineConfig}  # whose flags a group begins with
+
+# What people type who come from llama.cpp, vLLM, SGLang, LightLLM and mlx-lm: flags and what they are called here, or
+# why there is none; commands.
+FOREIGN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("foreign.json").read_text("utf-8"))
 
 # What generation_config.json may set, where no flag does.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 # 0 is success, 2 also argparse's own, 130 and 143 end by SIGINT and SIGTERM. Where two fit, the first counts.
-EXIT_CODES: dict[int, tuple[type[BaseException], ...]] = {
-    3: (ModelFormatError, ConfigError, TokenizerError),
-    2: (RequestError,),
-    4: (CapacityError,),
-    130: (KeyboardInterrupt,),
-    141: (BrokenPipeError,),
-    1: (ModuleNotFoundError, OSError),  # OSError: as a full disk under stdout
-}
+EXIT_CODES: dict[type[BaseException], int] = {
+    ModelFormatError: 3, ConfigError: 3, TokenizerError: 3, RequestError: 2, CapacityError: 4, KeyboardInterrupt: 130,
+    BrokenPipeError: 141, ModuleNotFoundError: 1, OSError: 1,  # as a full disk under stdout
+}  # fmt: skip
 
 
-def add_flags(parser: argparse._ActionsContainer, config: type[Any], **defaults: Any) -> None:
-    """The flags of a settings class; absent ones leave no attribute. defaults: what the help says in place of the
-    fields' own."""
-    for name, flag in flags(config).items():
-        default = defaults.get(name, config.__dataclass_fields__[name].default)
-        takes: dict[str, Any] = {"type": flag["parse"], "metavar": flag["metavar"]}
-        options = {"action": "store_true"} if flag["parse"] is bool else takes
-        options |= {"default": argparse.SUPPRESS, "help": flag["help"].replace("%(default)s", str(default))}
-        parser.add_argument(f"--{name.replace('_', '-')}", *flag["names"], **options)
+class Parser(argparse.ArgumentParser):
+    """Unknown flags are answered before a missing one is."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        args = sys.argv[1:] if args is None else list(args)
+        for flag in (arg.partition("=")[0] for arg in itertools.takewhile("--".__ne__, args) if " " not in arg):
+            if flag.startswith("-") and flag not in self._option_string_actions and (answer := self._answer(flag)):
+                self.error(f"unrecognized argument {flag}: {answer}")
+        return super().parse_known_args(args, namespace)
+
+    def _answer(self, flag: str) -> str:
+        """What to say of a flag that this parser does not have; nothing of values, and where there is no idea."""
+        known, spelled = self._option_string_actions, flag.replace("_", "-")
+        use = spelled if spelled in known else FOREIGN["flags"].get(spelled, "")
+        if use or not flag.startswith("--"):  # short flags joined, a negative number, or what argparse itself refuses
+            return f"use {use}" if use.startswith("-") else use
+        return did_you_mean(spelled, known, 0.7)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n{self.prog} --help lists the flags\n")
 
 
-def add_run_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """The flags of every command that loads a model and lets it answer."""
-    parser.add_argument("-m", "--model", required=True, help="name or directory, as smollm2-135m or ./my-model")
-    answer = parser.add_argument_group("answer")
-    add_flags(answer, SamplingParams, **defaults)
-    answer.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
-    add_flags(parser.add_argument_group("engine"), EngineConfig)
-    parser.add_argument("-q", "--quiet", action="store_true", help="nothing on stderr but errors")
+def parser(command: str) -> Parser:
+    """A command's, as commands.json has it; of the group prompt one flag may be given."""
+    row = COMMANDS[command]
+    # An abbreviation would change its meaning when a flag is added.
+    parser = Parser(prog=row["prog"], description=row["description"], allow_abbrev=False)
+    for title, table in (row["flags"] | (_TABLE["loading"] if "defaults" in row else {})).items():
+        group: argparse._ActionsContainer = parser.add_argument_group(title)
+        if title == "prompt":
+            group = group.add_mutually_exclusive_group()
+        settings = flags(_SETTINGS[title], row["defaults"]) if title in _SETTINGS else {}
+        for names, options in (settings | table).items():
+            group.add_argument(*names.split(), **options)
+    return parser
+
+
+def command_hint(name: str, commands: Iterable[str]) -> str:
+    """One line about a command that is none of `commands`."""
+    if name.startswith("-"):
+        return f"error: the command comes first, as isotherm generate {name} ..."
+    answer = FOREIGN["commands"].get(name) or did_you_mean(name, commands)
+    return f"error: unknown command {name!r}" + (f": {answer}" if answer else "")
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The question, of the known name that is nearest; nothing if none is near."""
+    return "".join(f"did you mean {near}?" for near in difflib.get_close_matches(name, sorted(known), 1, cutoff))
 
 
 def run_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -64,20 +103,23 @@ def run_settings(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, An
     return sampling, settings
 
 
-def with_defaults(flags: dict[str, Any], generation_config: dict[str, Any], quiet: bool) -> SamplingParams:
-    """The flags over the checkpoint's generation_config.json, which is said."""
-    found = generation_config | ({"temperature": 0.0} if generation_config.get("do_sample") is False else {})
-    defaults = {key: found[key] for key in _SAMPLING_DEFAULTS if found.get(key) is not None and key not in flags}
+def load(quiet: bool, sampling: dict[str, Any], settings: dict[str, Any]) -> tuple[Any, SamplingParams]:
+    """The `LLM`, and the sampling flags over the checkpoint's generation_config.json, which is said."""
+    from engine.llm import LLM
+
+    llm = LLM(progress=not quiet, **settings)
+    raise_exceptions()
+    found = llm.generation_config | ({"temperature": 0.0} if llm.generation_config.get("do_sample") is False else {})
+    defaults = {key: found[key] for key in _SAMPLING_DEFAULTS if found.get(key) is not None and key not in sampling}
     if defaults and not quiet:
         print("generation_config.json: " + ", ".join(f"{k} {v}" for k, v in defaults.items()), file=sys.stderr)
-    return SamplingParams(**(defaults | flags))
+    return llm, SamplingParams(**(defaults | sampling))
 
 
 def show(outputs: Iterable[RequestOutput], write: Callable[[str], Any]) -> tuple[RequestOutput | None, list[float]]:
     """Write the text as it grows; returns the last output and the times of the call and of each token."""
     times = [time.perf_counter()]
-    shown = 0
-    last = None
+    shown, last = 0, None
     for last in outputs:
         times.append(time.perf_counter())
         write(last.text[shown:])
@@ -91,6 +133,16 @@ def rates(times: list[float], prompt_tokens: int) -> dict[str, Any]:
     steps = len(times) - 2  # a token each, after the first
     decode = steps / (times[-1] - times[1]) if steps else None
     return {"ttft_s": ttft, "prefill_tok_s": prompt_tokens / ttft, "decode_tok_s": decode}
+
+
+def words(command: str, part: str, figures: dict[str, Any]) -> str:
+    """The texts of a part of the command in commands.json whose figures are above what stands beside them. A text may
+    have a_mb or a_gb of a figure a_bytes, and a_ms of a_s."""
+    numbers = {key: value for key, value in figures.items() if isinstance(value, int | float)}
+    for unit, other, factor in (("_bytes", "_mb", 1e-6), ("_bytes", "_gb", 1e-9), ("_s", "_ms", 1e3)):
+        figures |= {key.replace(unit, other): value * factor for key, value in numbers.items() if unit in key}
+    texts = COMMANDS[command][part]
+    return "".join(text.format(**figures) for key, most, text in texts if numbers.get(key, 0) > most)
 
 
 def given(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
@@ -109,8 +161,8 @@ def run(main: Callable[[list[str] | None], int], argv: list[str] | None = None) 
     try:
         code = main(argv)
         sys.stdout.flush()
-    except tuple(kind for kinds in EXIT_CODES.values() for kind in kinds) as error:
-        code = next(code for code, kinds in EXIT_CODES.items() if isinstance(error, kinds))
+    except tuple(EXIT_CODES) as error:
+        code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
         if isinstance(error, OSError):
             # The interpreter flushes stdout once more at exit; let that go nowhere.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -39,7 +39,10 @@ _shtab_isotherm_cache_defaults_added=0
 
 _shtab_isotherm_chat_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--system[system prompt (default\: the chat template\'s)]:TEXT:"
+  "--chat-template[llama2, chatml or a file (default\: the checkpoint\'s)]:NAME:_files"
   {-m,--model}"[name or directory, as smollm2-135m or .\/my-model]:model:_files -/"
+  {-q,--quiet}"[nothing on stderr but errors]"
   {--max-tokens,-n,--max-new-tokens}"[tokens to generate at most (default\: 512)]:TOKENS:"
   {--temperature,--temp}"[0 is greedy (default\: 1.0)]:TEMPERATURE:"
   "--top-p[keep the most likely tokens up to this probability (default\: 1.0, all)]:P:"
@@ -82,9 +85,6 @@ _shtab_isotherm_chat_options=(
   "--flash-cache-dir[directory on flash for exact copies (default\: none)]:DIR:_files -/"
   "--flash-cache-size[bytes that the copies on flash may take, as 20GB]:SIZE:"
   "--flash-cache-persist[leave the copies on flash for the next run]"
-  {-q,--quiet}"[nothing on stderr but errors]"
-  "--system[system prompt (default\: the chat template\'s)]:TEXT:"
-  "--chat-template[llama2, chatml or a file (default\: the checkpoint\'s)]:NAME:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -112,7 +112,9 @@ _shtab_isotherm_generate_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   {-p,--prompt}"[text to complete\; \"-\" reads it from stdin]:prompt:"
   {-f,--file}"[file with the text to complete\; \"-\" is stdin]:file:_files"
+  "--json[print one JSON object instead of text]"
   {-m,--model}"[name or directory, as smollm2-135m or .\/my-model]:model:_files -/"
+  {-q,--quiet}"[nothing on stderr but errors]"
   {--max-tokens,-n,--max-new-tokens}"[tokens to generate at most (default\: 128)]:TOKENS:"
   {--temperature,--temp}"[0 is greedy (default\: 1.0)]:TEMPERATURE:"
   "--top-p[keep the most likely tokens up to this probability (default\: 1.0, all)]:P:"
@@ -155,8 +157,6 @@ _shtab_isotherm_generate_options=(
   "--flash-cache-dir[directory on flash for exact copies (default\: none)]:DIR:_files -/"
   "--flash-cache-size[bytes that the copies on flash may take, as 20GB]:SIZE:"
   "--flash-cache-persist[leave the copies on flash for the next run]"
-  {-q,--quiet}"[nothing on stderr but errors]"
-  "--json[print one JSON object instead of text]"
 )
 
 # guard to ensure default positional specs are added only once per session

@@ -1,11 +1,12 @@
-"""`python -m engine.doctor`: what this machine has, which code paths that switches on, what is missing for what.
+"""`python -m engine.doctor`: what this machine has, which code paths that switches on, what is missing for what; and
+`isotherm models`: the models that are found on it, and whether they can be loaded (no torch).
 
-Exit code 1 where something is wrong (said last); a missing extra is no fault, only something that is not there.
+The doctor's exit code is 1 where something is wrong (said last); a missing extra is no fault, only not there.
 """
 
-import argparse
 import importlib.metadata
 import json
+import math
 import platform
 import re
 from collections.abc import Iterator
@@ -13,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from engine import origins, strangers
-from engine.arguments import Parser
-from engine.cli import run
+from engine.cli import parser, run
 from engine.config import usable_cpus
 from engine.errors import TokenizerError
-from engine.models import describe
 from models.checkpoint import open_checkpoint
 from models.errors import ConfigError, ModelFormatError, require
 from models.files import read_object
 from models.llama.config import LlamaConfig
-from models.resolve import cache_directory, places, resolve
+from models.resolve import cache_directory, found, places, resolve
 
 # core: its packages and the oldest versions that work, as pyproject.toml has them. extras: packages, what they are for,
 # and the extra that has them. advice: of a run's statistics, the most a number should be, and which knob to turn.
@@ -32,16 +31,8 @@ EXTRAS: dict[str, tuple[str, str]] = _FACTS["extras"]
 _ADVICE: dict[str, tuple[float, str]] = _FACTS["advice"]
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m engine.doctor", description="Check this machine, and perhaps a model.")
-    parser.add_argument("-m", "--model", help="also check this model, without loading its weights")
-    parser.add_argument("--stats", metavar="FILE", help="also advise on a run: LLM.stats() as JSON, or generate --json")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    args = parser("doctor").parse_args(argv)
     report = examine(args.model)
     if args.stats:
         report = {"advice": advice(read_object(Path(args.stats)))} | report
@@ -67,8 +58,7 @@ def examine(model: str | None = None) -> dict[str, Any]:
     versions = {name: installed.get(name) for name in ("isotherm", *CORE, "triton", *EXTRAS)}
     problems = strangers(packages)
     for name, oldest in CORE.items():
-        version = versions[name]
-        if version is None or _numbers(version) < _numbers(oldest):
+        if _numbers(version := versions[name] or "") < _numbers(oldest):
             what = f"{name} {version} is too old" if version else f"the package {name} is missing"
             problems.append(f"{what}: pip install '{name}>={oldest}'")
     report: dict[str, Any] = {
@@ -91,25 +81,23 @@ def examine(model: str | None = None) -> dict[str, Any]:
         gpus = []
         for i in range(torch.cuda.device_count()):
             gpu, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
-            memory = {"free_bytes": free, "total_bytes": total}
-            gpus.append({"name": gpu.name, "capability": f"sm_{gpu.major}{gpu.minor}", **memory})
+            row = {"name": gpu.name, "capability": f"sm_{gpu.major}{gpu.minor}"}
+            gpus.append(row | {"free_bytes": free, "total_bytes": total})
         report |= {
             "memory": {"free_bytes": free_memory_bytes(torch.device("cpu"))},
             "gpu": {"torch_cuda": torch.version.cuda, "devices": gpus},
             "code_paths": {
-                "device": "cuda" if gpus else "cpu",
-                "backend": "triton" if gpus else "torch",
-                "cpu_dtype": "bfloat16" if bf16 else "float32",
-                "packed_bfloat16_linear": bf16,
+                "device": "cuda" if gpus else "cpu", "backend": "triton" if gpus else "torch",
+                "cpu_dtype": "bfloat16" if bf16 else "float32", "packed_bfloat16_linear": bf16,
                 "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             },
-        }
+        }  # fmt: skip
         if gpus and versions["triton"] is None:
             problems.append("there is a GPU, and no triton for its kernels: pip install triton")
     except ImportError as error:  # said already, where the package is not there at all
         problems.append(f"torch cannot be imported: {error}")
     if model is not None:
-        report["model"] = _model(model)
+        report["model"] = describe(model, model, closely=True)
         problems += filter(None, [report["model"]["error"]])
     return report | {"problems": problems}
 
@@ -118,27 +106,52 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
 
 
-def _model(name: str) -> dict[str, Any]:
-    """Config, headers and tokenizer of a model, each against the others; no weights. `error` says what is wrong, if
-    anything is."""
+def describe(name: str, place: str | Path, closely: bool = False) -> dict[str, Any]:
+    """A model from its config and headers, and closely from its tokenizer too, each against the others; no weights.
+    `error` says why it cannot be loaded, and is None where that succeeds."""
     row: dict[str, Any] = {"name": name, "error": None}
     try:
-        path = resolve(name)
-        row = describe(name, path)
-        if row["error"] is not None:
-            return row
-        from engine.tokenizer import load_tokenizer
-        from models.llama.model import LlamaWeights
-        from models.loader import check_fit
-
+        path = resolve(str(place))
+        row["path"] = str(path)
         config = LlamaConfig.from_dict(read_object(path / "config.json"))
-        check_fit(LlamaWeights(config), open_checkpoint(path))
-        tokenizer = load_tokenizer(path, config.vocab_size)
-        kind = type(tokenizer).__name__
-        row["tokenizer"] = {"kind": kind, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id}
+        row |= {"context": config.context_length, "kv_bytes_per_token": config.kv_bytes_per_token(2)}
+        tensors = open_checkpoint(path)
+        sizes = [(info.nbytes, info.dtype, math.prod(info.shape)) for info in tensors.values()]
+        _, dtype, _ = max(sizes, default=(0, None, 0))  # of the largest tensor
+        row |= {"size_bytes": sum(size for size, *_ in sizes), "dtype": dtype, "parameters": sum(n for *_, n in sizes)}
+        if closely:
+            from engine.tokenizer import load_tokenizer
+            from models.llama.model import LlamaWeights
+            from models.loader import check_fit
+
+            check_fit(LlamaWeights(config), tensors)
+            tokenizer = load_tokenizer(path, config.vocab_size)
+            kind = type(tokenizer).__name__
+            row["tokenizer"] = {"kind": kind, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id}
     except (ConfigError, ModelFormatError, TokenizerError, ImportError) as error:
         row["error"] = str(error)
     return row
+
+
+def models(argv: list[str] | None = None) -> int:
+    args = parser("models").parse_args(argv)
+    rows = [describe(name, path) for name, path in found().items()]
+    looked = [str(place) for place in places()]
+    if args.json:
+        print(json.dumps({"rows": rows, "looked_at": looked}))
+    elif rows:
+        width = max(len(row["name"]) for row in rows)
+        print(f"{'model':{width}}  {'size':>9}  dtype  {'parameters':>10}  context")
+        for row in rows:
+            size = f"{row['size_bytes'] / 1e9:.2f} GB" if "size_bytes" in row else "-"
+            count = f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "-"
+            dtype, context = row.get("dtype") or "-", row.get("context", "-")
+            print(f"{row['name']:{width}}  {size:>9}  {dtype:5}  {count:>10}  {context:>7}")
+            print(f"    cannot be loaded: {row['error']}" if row["error"] else f"    {row['path']}")
+    else:
+        print("no models found in:", *looked, sep="\n  ")
+        print("A demo model (93 MB): python -m tools.get_demo_model. A directory anywhere: --model DIRECTORY.")
+    return 0
 
 
 def _lines(facts: dict[str, Any], indent: str = "") -> Iterator[str]:

@@ -11,9 +11,8 @@ import torch
 def peak_rss_bytes() -> int:
     """The most memory this process had resident so far."""
     unit = 1 if sys.platform == "darwin" else 1024
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     # On Linux getrusage starts from the peak of the process that started this one.
-    return _kib("/proc/self/status", "VmHWM") or own
+    return _kib("/proc/self/status", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def free_memory_bytes(device: torch.device) -> int | None:

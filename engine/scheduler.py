@@ -13,7 +13,6 @@ first in line, for what all its tokens will take. So the oldest request always a
 that is alone is compressed to fit, and with `kv_budget` all are, before any is preempted.
 """
 
-import operator
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +62,11 @@ class Request:
         return len(self.tokens) - self.sequence.length
 
     @property
+    def wanted(self) -> tuple[list[int], str, bool]:
+        """What it looks for in the cache; the last of its tokens is for its logits."""
+        return self.tokens[:-1], self.params.cache_salt, self.params.exact_prefix
+
+    @property
     def shares(self) -> bool:
         """Whether it uses what is cached and leaves something: one that is scored computes all of its tokens."""
         return self.scores is None and not self.private
@@ -77,12 +81,10 @@ class Request:
         self.text += new
         stops = self.params.stop
         # What was shown cannot be part of a stop string, so none begins there.
-        found = [at for at in (self.text.find(stop, self.shown) for stop in stops) if at >= 0]
-        if found:
+        if found := [at for at in (self.text.find(stop, self.shown) for stop in stops) if at >= 0]:
             self.text = self.text[: min(found)]
             return True
-        held = max((_overlap(self.text[self.shown :], stop) for stop in stops), default=0)
-        self.shown = len(self.text) - held
+        self.shown = len(self.text) - max((_overlap(self.text[self.shown :], stop) for stop in stops), default=0)
         return False
 
 
@@ -146,12 +148,10 @@ class Scheduler:
         for request in self.running:
             if request.num_pending > 1 and not self._follows(request, prefills):
                 prefills.append(request)
-        for request in filter(operator.attrgetter("shares"), prefills):
-            params = request.params
-            wanted = (request.tokens[:-1], params.cache_salt, params.exact_prefix)  # the last one is for its logits
+        for request in [request for request in prefills if request.shares]:
             if not request.sequence.length:
-                self.cache.adopt(request.sequence, *wanted)
-            self.cache.fetch(request.sequence, *wanted, self._squeezed)
+                self.cache.adopt(request.sequence, *request.wanted)
+            self.cache.fetch(request.sequence, *request.wanted, self._squeezed)
         prefills = [request for request in prefills if request.num_pending > 1]
         decodes = [request for request in self.running if request.num_pending == 1]
         budget = max(self.max_num_batched_tokens - len(decodes), 1)  # so that the oldest prompt always advances
@@ -178,13 +178,11 @@ class Scheduler:
         if request.sequence.length or not request.shares or self.cache.prefixes is None:
             return False
         size = self.cache.config.page_size
-        found, _ = self.cache.cached_tokens(request.tokens[:-1], request.params.cache_salt, request.params.exact_prefix)
+        found, _ = self.cache.cached_tokens(*request.wanted)
         end = (found // size + 1) * size
+        begins = (request.params.cache_salt, request.tokens[:end])
         return end < len(request.tokens) and any(
-            other.sequence.length < end <= len(other.tokens)
-            and other.shares
-            and other.params.cache_salt == request.params.cache_salt
-            and other.tokens[:end] == request.tokens[:end]
+            other.shares and other.sequence.length < end and (other.params.cache_salt, other.tokens[:end]) == begins
             for other in older
         )
 
@@ -202,17 +200,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Move waiting requests to the running ones while there is room."""
-        config = self.cache.config
+        units = self.cache.config.planned_units
         while self.waiting and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            params, tokens = request.params, request.tokens
-            shared = 0
-            if request.shares:
-                _, shared = self.cache.cached_tokens(tokens[:-1], params.cache_salt, params.exact_prefix)
-            wanted = config.planned_units(self._expected(request)) - (shared << config.exact_order)
-            for other in self.running:
-                planned = config.planned_units(self._expected(other))
-                wanted += max(planned - config.planned_units(other.sequence.length), 0)
+            _, shared = self.cache.cached_tokens(*request.wanted) if request.shares else (0, 0)
+            growth = [(units(self._expected(other)), units(other.sequence.length)) for other in self.running]
+            wanted = units(self._expected(request)) - (shared << self.cache.config.exact_order)
+            wanted += sum(max(planned - held, 0) for planned, held in growth)
             # One that does not fit the whole pool is compressed to fit it, alone.
             if wanted > self.cache.idle_units() and self.running:
                 break

@@ -51,14 +51,19 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }  # fmt: skip
 
 
-def flags(settings: type[Any]) -> dict[str, dict[str, Any]]:
-    """The rows of the fields that are flags, with what is missing and a `parse`; one that is bool takes no value."""
+def flags(settings: type[Any], defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The fields that are flags: by their names, what argparse is to know. One without a default leaves no attribute
+    where it is not given."""
     found = {}
     for name, row in _TABLE[settings.__name__].items():
         if "help" in row:
+            field = settings.__dataclass_fields__[name]
             metavar = row.get("metavar", name.rsplit("_", 1)[-1].upper())
-            parse = _PARSERS.get(metavar) or _PARSERS[settings.__dataclass_fields__[name].type.partition(" ")[0]]
-            found[name] = {"names": [], **row, "metavar": metavar, "parse": parse}
+            parse = _PARSERS.get(metavar) or _PARSERS[field.type.partition(" ")[0]]
+            takes = {"action": "store_true"} if parse is bool else {"type": parse, "metavar": metavar}
+            words = row["help"].replace("%(default)s", str(defaults.get(name, field.default)))
+            names = " ".join([f"--{name.replace('_', '-')}", *row.get("names", [])])
+            found[names] = {"dest": name, "default": defaults.get(name, argparse.SUPPRESS), "help": words, **takes}
     return found
 
 

@@ -37,8 +37,7 @@ from typing import Any, NamedTuple
 
 from engine import jinja_worker
 from engine.config import EngineConfig
-from engine.errors import RequestError
-from engine.errors import require_request as _require
+from engine.errors import RequestError, require_request
 from engine.tokenizer import SentencePieceTokenizer, Tokenizer, any_of, check_text, named_tokens, splitter
 from models.errors import ConfigError, require_config, shown
 from models.files import optional_object, read_bytes
@@ -61,19 +60,20 @@ _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # of a content, without the white
 def check_messages(messages: Any, last: tuple[str, ...] = ("user",)) -> None:
     """Raises RequestError unless it is a list of {"role", "content"}: at most one system message, first; then user and
     assistant in turn, from a user's to one of `last`."""
-    _require(isinstance(messages, list) and messages != [], "messages must be a list of at least one, got", messages)
+    listed = isinstance(messages, list) and messages != []
+    require_request(listed, "messages must be a list of at least one, got", messages)
     turns = itertools.cycle(("user", "assistant"))
     for i, message in enumerate(messages):
         right = isinstance(message, dict) and message.keys() == {"role", "content"}
         got = [*message] if isinstance(message, dict) else message
-        _require(right, f"messages[{i}] must be a dict of role and content, got", got)
+        require_request(right, f"messages[{i}] must be a dict of role and content, got", got)
         role, content = message["role"], message["content"]
         wanted = "system" if i == 0 and role == "system" else next(turns)
-        _require(role == wanted, f"messages[{i}] must be of role {wanted!r}, got", role)
-        _require(isinstance(content, str), f"messages[{i}]: content must be a str, got {type(content).__name__}")
+        require_request(role == wanted, f"messages[{i}] must be of role {wanted!r}, got", role)
+        require_request(isinstance(content, str), f"messages[{i}]: content must be a str, got {type(content).__name__}")
         check_text(content, f"messages[{i}]: content")
     wanted = " or ".join(map(repr, last))
-    _require(messages[-1]["role"] in last, f"the last message must be of role {wanted}, got", messages[-1]["role"])
+    require_request(role in last, f"the last message must be of role {wanted}, got", role)
 
 
 class TemplateSource(NamedTuple):
@@ -107,20 +107,15 @@ def find_template(config: EngineConfig, choice: str | None = None) -> TemplateSo
     elif choice is not None:
         raise RequestError(f"--chat-template must be {', '.join(BUILT_IN)} or a file, got {shown(choice)}")
     else:
-        origin, text = f"{directory}/tokenizer_config.json (chat_template)", _own_template(settings)
+        own = settings.get("chat_template")
+        if isinstance(own, list):  # of several the one called default
+            named = (entry for entry in own if isinstance(entry, dict) and entry.get("name") == "default")
+            own = next(named, {}).get("template")
+        origin, text = f"{directory}/tokenizer_config.json (chat_template)", own if isinstance(own, str) else ""
     require_config(text != "", f"{directory}: no chat template; use --chat-template llama2, chatml or FILE")
     plain = text.removesuffix("\n")  # a last newline is none of the template, says jinja2
     name = next((name for name, sources in BUILT_IN.items() if plain in sources), "jinja")
     return TemplateSource(name, origin, text if name == "jinja" else plain, named_tokens(settings))
-
-
-def _own_template(settings: dict[str, Any]) -> str:
-    """tokenizer_config.json's; of several with names the one called default."""
-    own = settings.get("chat_template")
-    if isinstance(own, list):
-        named = (entry for entry in own if isinstance(entry, dict) and entry.get("name") == "default")
-        own = next(named, {}).get("template")
-    return own if isinstance(own, str) else ""
 
 
 class ChatTemplate:
@@ -136,10 +131,8 @@ class ChatTemplate:
         special = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
         variables = {key: names[i] for key, i in special.items() if i in names} | source.variables
         self.source = source._replace(variables=variables)
-        needed = []
-        if source.name == "llama2":
-            needed = [variables.get(key, key) for key in special]
-        elif source.name == "chatml" and source.origin == CHOSEN:  # a checkpoint's own may spell them in plain text
+        needed = [variables.get(key, key) for key in special] if source.name == "llama2" else []
+        if source.name == "chatml" and source.origin == CHOSEN:  # a checkpoint's own may spell them in plain text
             needed = ["<|im_start|>", "<|im_end|>"]
         if missing := ", ".join(token for token in needed if token not in tokens):
             raise ConfigError(f"{source.origin}: the tokenizer lacks {missing} of the {source.name} template")
@@ -166,7 +159,7 @@ class ChatTemplate:
         """The marked text, once it is known to be right, and its mark."""
         everything = "".join([self.source.text, *(message["content"] for message in messages)])
         free = [mark for mark in _MARKS if mark not in everything]
-        _require(free != [], "the messages have all 32 noncharacters from U+FDD0 on: one must be free")
+        require_request(free != [], "the messages have all 32 noncharacters from U+FDD0 on: one must be free")
         mark = free[0]
 
         def broken(core: re.Match[str]) -> str:

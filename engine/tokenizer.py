@@ -73,8 +73,7 @@ def _added_tokens(directory: Path, settings: dict[str, Any]) -> list[AddedToken]
     if decoder is None:
         file, listed = directory / "added_tokens.json", settings.get("additional_special_tokens")
         named = {*named_tokens(settings).values(), *map(token_text, listed if isinstance(listed, list) else [])}
-        added = optional_object(file).items()
-        entries = [(repr(i), {"content": text, "special": text in named}) for text, i in added]
+        entries = [(repr(i), {"content": text, "special": text in named}) for text, i in optional_object(file).items()]
     tokens = []
     for i, entry in entries:
         token: dict[str, Any] = {"content": None, "special": False} | (entry if isinstance(entry, dict) else {})

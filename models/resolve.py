@@ -61,16 +61,22 @@ def resolve(name: str) -> Path:
     known = ALIASES.keys() | found().keys()
     if near := difflib.get_close_matches(name, sorted(known - {name}), cutoff=0.5):
         lines.append(f"Names near it: {', '.join(near)}")
-    raise ModelFormatError("\n".join([*lines, _advice(name, repository)]))
+    if _is_repository(repository) and name != "smollm2-135m":
+        gated = "(Llama 2 is gated: accept its licence on its page and log in first)" if "Llama-2" in repository else ""
+        lines.append(f"Get it: hf download {repository} --exclude '*.bin' {gated}")
+    else:
+        demo = "smollm2-135m, a demo model: python -m tools.get_demo_model"
+        lines.append(f"Give a directory with config.json and safetensors files, or get {demo}")
+    raise ModelFormatError("\n".join(lines))
 
 
 def _why_not(candidate: Path) -> str:
+    way = f"convert it: python -m tools.convert {candidate} OUTDIR"
     if os.path.isfile(candidate):
-        if candidate.suffix == ".gguf":
-            return f"a GGUF file; convert it: python -m tools.convert {candidate} OUTDIR"
-        return "a file; give the directory that holds config.json"
+        gguf = candidate.suffix == ".gguf"
+        return f"a GGUF file; {way}" if gguf else "a file; give the directory that holds config.json"
     if os.path.isfile(candidate / "params.json"):
-        return f"Meta's own format; convert it: python -m tools.convert {candidate} OUTDIR"
+        return f"Meta's own format; {way}"
     return "no config.json in it" if os.path.isdir(candidate) else "does not exist"
 
 
@@ -86,12 +92,3 @@ def _snapshot(repository: Path) -> Path:
     except (OSError, ValueError):
         return repository
     return repository / "snapshots" / os.path.basename(revision)
-
-
-def _advice(name: str, repository: str) -> str:
-    if name == "smollm2-135m":
-        return "Get it: python -m tools.get_demo_model"
-    if not _is_repository(repository):
-        return "Give a directory with config.json and safetensors files; a demo model: python -m tools.get_demo_model"
-    gated = " (Llama 2 is gated: accept its licence on its page and log in first)" if "Llama-2" in repository else ""
-    return f"Get it: hf download {repository} --exclude '*.bin'{gated}"

@@ -106,6 +106,20 @@ def test_the_last_line_of_stderr(plain):
     assert last.endswith("finish: length"), last
 
 
+def test_the_last_line_has_the_figures_of_tiers_and_flash(models, tmp_path):
+    budget = ("--page-size", 16, "--kv-budget", 0.3, "--recall", 0.1)
+    flash = ("--page-size", 16, "--flash-cache-dir", tmp_path / "flash", "--flash-cache-persist")
+    tiers, written, read = (
+        run(models, "-m", "tiny", "-p", PROMPT * 20, "-n", 4, *GREEDY, *more).stderr.decode().splitlines()[-1]
+        for more in (budget, flash, flash)
+    )
+    assert re.search(r"KV cache [\d.]+ MB = 0\.\d\d of [\d.]+ MB exact, .* in the host [\d.]+ MB", tiers), tiers
+    assert re.search(r"\d+ tokens exact, \d+ compressed, \d+ moves, .* ones \d+%, missed 0%", tiers), tiers
+    assert re.search(r"[\d.]+ MB of copies read a token, cold hits \d+%", tiers), tiers
+    assert re.search(r"flash: 0 pages read, [1-9]\d* written \| Peak", written), written
+    assert re.search(r"flash: [1-9]\d* pages read, .* [\d.]+ ms to read a page that takes [\d.]+ ms", read), read
+
+
 def test_no_progress_bar_without_a_terminal(plain):
     for mark in (b"\r", b"\x1b", b"it/s", b"%|", "█".encode()):
         assert mark not in plain.stderr
@@ -383,7 +397,7 @@ def test_help_is_quick(models):
     assert least < 0.150
 
 
-@pytest.mark.parametrize("code", ["import engine", "import engine.cli, engine.generate; engine.generate.parser()"])
+@pytest.mark.parametrize("code", ["import engine", "import engine.cli, engine.generate; engine.cli.parser('generate')"])
 def test_torch_is_not_imported(models, code):
     check = f"import sys; {code}; print(sorted({{'torch', 'numpy', 'tqdm'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)

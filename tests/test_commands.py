@@ -1,7 +1,6 @@
 """The commands beside generate (models, doctor, completion), and what is said to people who come from other engines."""
 
 import argparse
-import importlib
 import json
 import os
 import pty
@@ -17,11 +16,10 @@ import numpy as np
 import pytest
 from oracle.checkpoint import make_checkpoint, random_weights, write_weights
 
-from engine import LLM, ModelFormatError, SamplingParams, arguments, doctor
-from engine.__main__ import COMMANDS
+from engine import LLM, ModelFormatError, SamplingParams, cli, doctor
+from engine.cli import COMMANDS, parser
 from engine.config import EngineConfig
 from engine.doctor import CORE, EXTRAS, examine
-from engine.generate import parser as generate_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 120
@@ -251,8 +249,7 @@ def complete(script, *words):
 
 
 def flags_of(command):
-    parser = importlib.import_module(f"engine.{command}").parser()
-    return {flag for action in parser._actions for flag in action.option_strings}
+    return {flag for action in parser(command)._actions for flag in action.option_strings}
 
 
 @needs_bash
@@ -317,7 +314,7 @@ NOT_YET = ("quantization", "profile", "scorer")
 def test_flags_of_what_is_not_there_yet_are_refused_with_the_reason(name):
     for args in ((f"--{name}", "1"), (f"--{name}=1",)):
         with pytest.raises(SystemExit) as caught:
-            generate_parser().parse_args(["-m", "x", *args])
+            parser("generate").parse_args(["-m", "x", *args])
         assert caught.value.code == 2
 
 
@@ -329,12 +326,12 @@ def test_the_reasons(capsys):
         ("--kv-cache-dtype", "unrecognized argument --kv-cache-dtype: use --kv-budget"),
     ):
         with pytest.raises(SystemExit):
-            generate_parser().parse_args([flag, "0.5"])  # before it is said that --model is missing
+            parser("generate").parse_args([flag, "0.5"])  # before it is said that --model is missing
         assert part in capsys.readouterr().err
 
 
 def test_every_setting_is_a_flag_or_refused_by_name():
-    flags = generate_parser()._option_string_actions
+    flags = parser("generate")._option_string_actions
     for name in EngineConfig.__dataclass_fields__:
         flag = f"--{name.replace('_', '-')}"
         library_only = {"skip_tokenizer_init", "enable_prefix_caching", "max_prefix_children", "recall_block"}
@@ -355,14 +352,14 @@ def test_every_setting_is_a_flag_or_refused_by_name():
 )  # fmt: skip
 def test_flags_of_other_engines(capsys, flag, part):
     with pytest.raises(SystemExit) as caught:
-        generate_parser().parse_args([flag, "8"])
+        parser("generate").parse_args([flag, "8"])
     stderr = capsys.readouterr().err
     assert caught.value.code == 2 and flag.partition("=")[0] in stderr and part in stderr
 
 
 def test_every_answer_names_a_flag_that_there_is():
-    flags = generate_parser()._option_string_actions
-    for flag, answer in arguments.FOREIGN["flags"].items():
+    flags = parser("generate")._option_string_actions
+    for flag, answer in cli.FOREIGN["flags"].items():
         assert flag not in flags
         assert not answer.startswith("-") or answer in flags, (flag, answer)
 
@@ -376,7 +373,7 @@ def test_every_answer_names_a_flag_that_there_is():
     ids=" ".join,
 )  # fmt: skip
 def test_values_and_joined_flags_are_no_unknown_flags(args):
-    assert isinstance(generate_parser().parse_args(["-m", "x", *args]), argparse.Namespace)
+    assert isinstance(parser("generate").parse_args(["-m", "x", *args]), argparse.Namespace)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ python -m tools.make_completion, after a flag or a command was added or renamed 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import shtab
 
-from engine.__main__ import COMMANDS
+from engine.cli import COMMANDS, parser
 
 ENGINE = Path(__file__).resolve().parent.parent / "engine"
 # What is completed behind a flag, by its destination, beside the choices of a setting; behind others nothing is.
@@ -32,7 +32,7 @@ def script(shell: str) -> str:
     isotherm = argparse.ArgumentParser(prog="isotherm")
     commands = isotherm.add_subparsers()
     for name in COMMANDS:
-        command = importlib.import_module(f"engine.{name}").parser()
+        command: Any = parser(name)
         commands.add_parser(name, help=command.description, parents=[command], add_help=False)
         for action in command._actions:
             if action.nargs != 0 and action.choices is None and action.dest in choices:
