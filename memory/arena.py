@@ -102,4 +102,4 @@ class Arena:
     def moved_records(self, records: np.ndarray, places: np.ndarray) -> np.ndarray:
         """What the numbers of records are after `compact`."""
         order, shift = self.config.record_order, self._shift
-        return (places.take(records >> shift << order) >> order << shift) + records % (1 << shift)
+        return np.asarray((places.take(records >> shift << order) >> order << shift) + records % (1 << shift))

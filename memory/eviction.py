@@ -83,7 +83,7 @@ class Importance:
         last, hits = divmod(int(self._seen[node.values[-1]]), 256)
         age = self._clock - last
         density = self._density[min(hits.bit_length(), _CLASSES - 1)][min(age.bit_length(), _AGES - 1)]
-        return density * (1 + node.score) * (1 + node.end / self._even)
+        return float(density * (1 + node.score) * (1 + node.end / self._even))
 
     def used(self, pages: Sequence[int]) -> None:
         """A request begins with these pages."""
@@ -140,7 +140,7 @@ class Importance:
 
 def _bits(numbers: np.ndarray, most: int) -> np.ndarray:
     """The bit length of each, of `most` different ones."""
-    return np.minimum(np.frexp(numbers)[1], most - 1)
+    return np.asarray(np.minimum(np.frexp(numbers)[1], most - 1))
 
 
 def policy(name: str, num_pages: int, page_bytes: int, even: float) -> Importance | LeastRecentlyUsed:
