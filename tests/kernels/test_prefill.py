@@ -14,8 +14,9 @@ def check(batch: float64.Batch) -> None:
     got = prefill_attention(batch.q[first:], batch.cache, batch.plan, batch.scale)
     want, _ = float64.attention(batch, range(first, len(batch.keys)))
     assert got.dtype == batch.q.dtype and got.is_contiguous()
-    # For compressed pages, q, K and V are rounded once more, in the rotated basis.
-    float64.assert_close(got, want, batch.q.dtype, scale=2.0 if batch.plan.warm else 1.0)
+    # Compressed pages: q, K and V are rounded once more, in the rotated basis; the interpreter sums a dot in the order
+    # of this CPU's BLAS: 128 dimensions of 2 bits in float32 come to 2.2 on one CPU, and to less than 2 on others.
+    float64.assert_close(got, want, batch.q.dtype, scale=3.0 if batch.plan.warm else 1.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
