@@ -1,0 +1,179 @@
+"""The linear maps of `kernels.ops.Ops` in torch, and what quantises their weights.
+
+torch's operators on packed codes are for few rows of bfloat16: with more, or another dtype, the weight is converted
+back, some outputs at a time, and multiplied as any other.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.ops import QuantizedWeight, Weight
+
+_FEW_ROWS = 16  # up to which the packed operators are faster than converting the weight
+_ELEMENTS = 1 << 22  # of a weight that are in float32 at a time
+
+
+class PackedInt4(NamedTuple):
+    """A weight of 4 bits as torch's operator reads it: its groups of equal size, and the shorter last one."""
+
+    parts: tuple[tuple[Tensor, Tensor, int], ...]  # codes [out, inputs / 2], scales and zeros [groups, out, 2], group
+    half: int  # a byte holds one weight of each of the outputs n and n + half
+
+
+def cpu_computes_bfloat16() -> bool:
+    """Whether torch has oneDNN and this CPU has the instructions with which it multiplies in bfloat16."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def pack_linear(weight: Weight) -> Any:
+    """bfloat16 on a CPU: in oneDNN's blocked layout, where a matrix-vector product takes half the time, with
+    bit-identical results. 4 bits: in that of torch's operator, which has some shapes only. Others as they are."""
+    if isinstance(weight, QuantizedWeight):
+        return weight if weight.zeros is None else _pack_int4(weight)
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and cpu_computes_bfloat16():
+        return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+    return weight
+
+
+def _pack_int4(weight: QuantizedWeight) -> QuantizedWeight | PackedInt4:
+    outputs, inputs = weight.shape
+    last = inputs % weight.group
+    half = _outputs_apart() if weight.codes.device.type == "cpu" else 0
+    if not half or outputs % (2 * half) or last not in (0, 32, 64):
+        return weight
+    parts = []
+    for first, end, group in ((0, inputs - last, weight.group), (inputs - last, inputs, last)):
+        if first < end:
+            rows = weight.codes[:, first // 2 : end // 2].split(max(_ELEMENTS // inputs // 64, 1) * 64)
+            pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+            codes = torch.cat([pack(_unpack_int4(some, group).int(), 1) for some in rows])
+            groups = slice(first // weight.group, -(-end // weight.group))
+            pairs = torch.stack([weight.scales[:, groups].T, weight.zeros[:, groups].T], -1).contiguous()
+            parts.append((codes, pairs, group))
+    return PackedInt4(tuple(parts), half)
+
+
+def _outputs_apart() -> int:
+    """`PackedInt4.half` on this CPU, by what a byte is packed of; 0 for a layout that is not known."""
+    codes = (torch.arange(64, dtype=torch.int32) // 4)[:, None].expand(64, 2).contiguous()
+    return int(torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1).flatten()[0]) // 16 * 4
+
+
+def linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    out: Tensor | None = None
+    if isinstance(weight, Tensor):
+        if not weight.is_mkldnn:
+            return F.linear(x, weight, bias)
+        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
+    if len(x) > _FEW_ROWS or x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        out = _converted(x, weight, x.dtype)
+    elif isinstance(weight, PackedInt4):
+        first = 0
+        for codes, pairs, group in weight.parts:
+            end = first + 2 * codes.shape[1]
+            part = torch.ops.aten._weight_int4pack_mm_for_cpu(x[:, first:end].contiguous(), codes, group, pairs)
+            out, first = part if out is None else out.add_(part), end
+    elif weight.zeros is None and weight.shape[0] % 4 == 0 and weight.shape[1] % 32 == 0:
+        out = torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight.codes, weight.scales.flatten())
+    else:
+        out = _converted(x, weight, x.dtype)
+    assert out is not None
+    return out if bias is None else out.add_(bias)
+
+
+def linear_float32(x: Tensor, weight: Any) -> Tensor:
+    if not isinstance(weight, Tensor):
+        return _converted(x, weight, torch.float32)
+    if not weight.is_mkldnn:
+        return F.linear(x.float(), weight.float())
+    # oneDNN sums in float32 and rounds once: what the rounding took away is the product less its own rounded value.
+    rounded = linear(x, weight)
+    rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, -rounded, weight, None, "add")
+    return rounded.float() + rest.float()
+
+
+def _converted(x: Tensor, weight: QuantizedWeight | PackedInt4, dtype: torch.dtype) -> Tensor:
+    """x @ weight in `dtype`, of as many outputs at a time as make `_ELEMENTS`. In float32 where the CPU does not
+    multiply in bfloat16, which is then several times slower."""
+    kind = dtype if dtype != torch.bfloat16 or x.device.type != "cpu" or cpu_computes_bfloat16() else torch.float32
+    rows = x.to(kind)
+    step = max(_ELEMENTS // x.shape[1] // 64, 1) * 64
+    if isinstance(weight, PackedInt4):
+        outputs = weight.parts[0][0].shape[0]
+        tiles = (_rows_of(weight, first, min(first + step, outputs)) for first in range(0, outputs, step))
+    else:
+        fields = [part.split(step) for part in weight[:3] if part is not None]
+        tiles = (dequantize(QuantizedWeight(*fields, *[None] * (3 - len(fields)), weight.group)) for fields in zip(*fields))
+    return torch.cat([F.linear(rows, tile.to(kind)) for tile in tiles], 1).to(dtype)
+
+
+def _rows_of(weight: PackedInt4, first: int, end: int) -> Tensor:
+    """The weights [end - first, in] float32 of some outputs, whole blocks of them."""
+    parts = []
+    for codes, pairs, group in weight.parts:
+        blocks = codes.view(-1, 2 * codes.shape[1], weight.half)[first // (2 * weight.half) : end // (2 * weight.half)]
+        values = torch.cat([blocks & 15, blocks >> 4], -1).transpose(0, 1).reshape(-1, group, end - first).float()
+        scales, zeros = pairs[:, None, first:end].float().unbind(-1)
+        parts.append(torch.addcmul(zeros, values.sub_(8), scales).flatten(0, 1))
+    return torch.cat(parts).T
+
+
+def dequantize(weight: QuantizedWeight) -> Tensor:
+    """[out, in] float32."""
+    if weight.zeros is None:
+        return weight.codes.float().mul_(weight.scales)
+    codes = _unpack_int4(weight.codes, weight.group).float().sub_(8)
+    scales, zeros = (
+        part.float().repeat_interleave(weight.group, 1)[:, : codes.shape[1]] for part in (weight.scales, weight.zeros)
+    )
+    return torch.addcmul(zeros, codes, scales)
+
+
+def _unpack_int4(codes: Tensor, group: int) -> Tensor:
+    """[out, in / 2] uint8 -> the codes [out, in] uint8."""
+    whole = codes.shape[1] - codes.shape[1] % (group // 2)
+    parts = [codes[:, :whole].unflatten(1, (-1, group // 2)), codes[:, None, whole:]]
+    return torch.cat([torch.cat([part & 15, part >> 4], -1).flatten(1) for part in parts], 1)
+
+
+def quantize(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
+    """A weight [out, in] of finite floats, on its device. group: of 4 bits; the inputs are then even in number."""
+    parts = zip(*(_quantize(rows.float(), bits, group) for rows in weight.split(max(_ELEMENTS // weight.shape[1], 1))))
+    fields = [torch.cat(part) for part in parts]
+    return QuantizedWeight(*fields, *[None] * (3 - len(fields)), weight.shape[1] if bits == 8 else group)
+
+
+def _quantize(weight: Tensor, bits: int, group: int) -> list[Tensor]:
+    """Codes, scales, and of 4 bits zeros, of rows in float32."""
+    if bits == 8:
+        scales = (weight.abs().amax(1, keepdim=True) / 127).clamp_(2.0**-100)
+        scales = (scales.view(torch.int32) + 0xFFFF >> 16 << 16).view(torch.float32)  # to bfloat16, never down
+        return [weight.div(scales).round_().to(torch.int8), scales.bfloat16()]
+    whole = weight.shape[1] - weight.shape[1] % group
+    fields = []
+    for part in (weight[:, :whole].unflatten(1, (-1, group)), weight[:, None, whole:]):
+        if part.numel():
+            codes, scales, zeros = _fit(part)
+            half = part.shape[2] // 2
+            fields.append([(codes[..., :half] | codes[..., half:] << 4).flatten(1), scales, zeros])
+    return [torch.cat(parts, 1) for parts in zip(*fields)]
+
+
+def _fit(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Groups [out, groups, n] -> codes uint8, scales and zeros [out, groups] bfloat16, of little squared error."""
+    low, high = weight.aminmax(dim=-1, keepdim=True)
+    scale = ((high - low) / 15).clamp_(2.0**-100)
+    zero = low + 8 * scale
+    for _ in range(8):
+        codes = ((weight - zero) / scale).round_().clamp_(-8, 7)
+        centred = codes - codes.mean(-1, keepdim=True)
+        spread = (centred * centred).sum(-1, keepdim=True)
+        scale = torch.where(spread > 0, (centred * weight).sum(-1, keepdim=True) / spread, scale).clamp_(2.0**-100)
+        zero = weight.mean(-1, keepdim=True) - scale * codes.mean(-1, keepdim=True)
+    scale, zero = scale.bfloat16(), zero.bfloat16()
+    codes = ((weight - zero) / scale).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+    return codes, scale.squeeze(-1), zero.squeeze(-1)
