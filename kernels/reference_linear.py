@@ -97,9 +97,10 @@ def linear_float32(x: Tensor, weight: Any) -> Tensor:
 
 
 def _converted(x: Tensor, weight: QuantizedWeight | PackedInt4, dtype: torch.dtype) -> Tensor:
-    """x @ weight in `dtype`, of as many outputs at a time as make `_ELEMENTS`. In float32 where the CPU does not
-    multiply in bfloat16, which is then several times slower."""
-    kind = dtype if dtype != torch.bfloat16 or x.device.type != "cpu" or cpu_computes_bfloat16() else torch.float32
+    """x @ weight in `dtype`, of as many outputs at a time as make `_ELEMENTS`. On a CPU in float32, unless it multiplies
+    in bfloat16: what it does not compute in takes it several times as long."""
+    native = x.device.type != "cpu" or dtype == torch.bfloat16 and cpu_computes_bfloat16()
+    kind = dtype if native else torch.float32
     rows = x.to(kind)
     step = max(_ELEMENTS // x.shape[1] // 64, 1) * 64
     if isinstance(weight, PackedInt4):
