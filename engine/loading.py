@@ -97,12 +97,13 @@ def _quantization(config: EngineConfig, stored: Quantization | None) -> Quantiza
     """What the weights are kept as: `stored`, what the checkpoint has, unless that is nothing. Raises ConfigError."""
     bits, group = int((config.quantization or "0").removeprefix("int")), config.quantization_group
     bits = bits or (stored.bits if stored else 0)
-    require_config(group is None or bits == 4, "quantization_group is of int4, and quantization is", bits and "int8")
+    kept = f"int{bits}" if bits else None
+    require_config(group is None or bits == 4, f"quantization_group {group} is of int4, and quantization is {kept}")
     if bits == 4:
         group = group or (stored.group if stored and stored.bits == 4 else DEFAULT_GROUP)
     wanted = Quantization(bits, group or 0) if bits else None
-    as_it_is = f"the checkpoint's weights are {stored} already: leave the settings out, or load the one it was made from"
-    require_config(stored in (None, wanted), f"{as_it_is}; got {wanted}")
+    way = "leave the settings out, or load the checkpoint that it was made from"
+    require_config(stored in (None, wanted), f"the checkpoint's weights are {stored} already, not {wanted}: {way}")
     return wanted
 
 

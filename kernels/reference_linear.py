@@ -63,25 +63,24 @@ def _outputs_apart() -> int:
 
 
 def linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    out: Tensor | None = None
+    out: Tensor
     if isinstance(weight, Tensor):
-        if not weight.is_mkldnn:
-            return F.linear(x, weight, bias)
-        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
-    if len(x) > _FEW_ROWS or x.dtype != torch.bfloat16 or x.device.type != "cpu":
-        out = _converted(x, weight, x.dtype)
-    elif isinstance(weight, PackedInt4):
-        first = 0
-        for codes, pairs, group in weight.parts:
-            end = first + 2 * codes.shape[1]
-            part = torch.ops.aten._weight_int4pack_mm_for_cpu(x[:, first:end].contiguous(), codes, group, pairs)
-            out, first = part if out is None else out.add_(part), end
-    elif weight.zeros is None and weight.shape[0] % 4 == 0 and weight.shape[1] % 32 == 0:
+        if weight.is_mkldnn:
+            out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+            return out
+        return F.linear(x, weight, bias)
+    few = x.device.type == "cpu" and x.dtype == torch.bfloat16 and len(x) <= _FEW_ROWS
+    if few and isinstance(weight, PackedInt4):
+        (codes, pairs, group), *last = weight.parts
+        whole = 2 * codes.shape[1]
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(x[:, :whole].contiguous(), codes, group, pairs)
+        for codes, pairs, group in last:
+            out += torch.ops.aten._weight_int4pack_mm_for_cpu(x[:, whole:].contiguous(), codes, group, pairs)
+    # torch's operator reads past the end of other shapes.
+    elif few and weight.zeros is None and weight.shape[0] % 4 == 0 and weight.shape[1] % 32 == 0:
         out = torch.ops.aten._weight_int8pack_mm(x.contiguous(), weight.codes, weight.scales.flatten())
     else:
         out = _converted(x, weight, x.dtype)
-    assert out is not None
     return out if bias is None else out.add_(bias)
 
 
@@ -97,9 +96,9 @@ def linear_float32(x: Tensor, weight: Any) -> Tensor:
 
 
 def _converted(x: Tensor, weight: QuantizedWeight | PackedInt4, dtype: torch.dtype) -> Tensor:
-    """x @ weight in `dtype`, of as many outputs at a time as make `_ELEMENTS`. On a CPU in float32, unless it multiplies
+    """x @ weight in `dtype`, as many outputs at a time as make `_ELEMENTS`. On a CPU in float32, unless it multiplies
     in bfloat16: what it does not compute in takes it several times as long."""
-    native = x.device.type != "cpu" or dtype == torch.bfloat16 and cpu_computes_bfloat16()
+    native = x.device.type != "cpu" or (dtype == torch.bfloat16 and cpu_computes_bfloat16())
     kind = dtype if native else torch.float32
     rows = x.to(kind)
     step = max(_ELEMENTS // x.shape[1] // 64, 1) * 64
@@ -107,8 +106,8 @@ def _converted(x: Tensor, weight: QuantizedWeight | PackedInt4, dtype: torch.dty
         outputs = weight.parts[0][0].shape[0]
         tiles = (_rows_of(weight, first, min(first + step, outputs)) for first in range(0, outputs, step))
     else:
-        fields = [part.split(step) for part in weight[:3] if part is not None]
-        tiles = (dequantize(QuantizedWeight(*fields, *[None] * (3 - len(fields)), weight.group)) for fields in zip(*fields))
+        parts = zip(*(part.split(step) for part in weight[:3] if part is not None), strict=True)
+        tiles = (dequantize(weight_of(list(part), weight.group)) for part in parts)
     return torch.cat([F.linear(rows, tile.to(kind)) for tile in tiles], 1).to(dtype)
 
 
@@ -143,9 +142,15 @@ def _unpack_int4(codes: Tensor, group: int) -> Tensor:
 
 def quantize(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
     """A weight [out, in] of finite floats, on its device. group: of 4 bits; the inputs are then even in number."""
-    parts = zip(*(_quantize(rows.float(), bits, group) for rows in weight.split(max(_ELEMENTS // weight.shape[1], 1))))
-    fields = [torch.cat(part) for part in parts]
-    return QuantizedWeight(*fields, *[None] * (3 - len(fields)), weight.shape[1] if bits == 8 else group)
+    slices = weight.split(max(_ELEMENTS // weight.shape[1], 1))
+    parts = zip(*(_quantize(rows.float(), bits, group) for rows in slices), strict=True)
+    return weight_of([torch.cat(part) for part in parts], weight.shape[1] if bits == 8 else group)
+
+
+def weight_of(parts: list[Tensor], group: int) -> QuantizedWeight:
+    """Of codes, scales and, of 4 bits, zeros."""
+    codes, scales, *zeros = parts
+    return QuantizedWeight(codes, scales, zeros[0] if zeros else None, group)
 
 
 def _quantize(weight: Tensor, bits: int, group: int) -> list[Tensor]:
@@ -161,7 +166,7 @@ def _quantize(weight: Tensor, bits: int, group: int) -> list[Tensor]:
             codes, scales, zeros = _fit(part)
             half = part.shape[2] // 2
             fields.append([(codes[..., :half] | codes[..., half:] << 4).flatten(1), scales, zeros])
-    return [torch.cat(parts, 1) for parts in zip(*fields)]
+    return [torch.cat(parts, 1) for parts in zip(*fields, strict=True)]
 
 
 def _fit(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

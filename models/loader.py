@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.ops import QuantizedWeight, Weight
-from kernels.reference_linear import quantize
+from kernels.ops import Weight
+from kernels.reference_linear import quantize, weight_of
 from models.checkpoint import TensorInfo, some
 from models.errors import require
 from models.files import opened, stamp
@@ -53,8 +53,7 @@ def _placed(parts: list[Tensor], place: Weight, dtype: torch.dtype, device: torc
         return parts[0].to(device=device, dtype=dtype)
     if len(parts) == 1:
         return quantize(parts[0].to(device), place.bits, place.group)
-    codes, scales, *zeros = (part.to(device) for part in parts)
-    return QuantizedWeight(codes, scales, zeros[0] if zeros else None, place.group)
+    return weight_of([part.to(device) for part in parts], place.group)
 
 
 def parts_of(name: str, weight: Weight, stored: bool) -> dict[str, tuple[tuple[int, ...], Iterable[str]]]:

@@ -131,7 +131,9 @@ def file_name(number: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def write_safetensors(path: Path, shapes: dict[str, tuple[str, tuple[int, ...], int]], tensors: Iterable[Tensor]) -> None:
+def write_safetensors(
+    path: Path, shapes: dict[str, tuple[str, tuple[int, ...], int]], tensors: Iterable[Tensor]
+) -> None:
     """u64 length of the header, the header (JSON, padded to 8 bytes), the tensors one after another, as they come.
 
     shapes: by name, in the order of the tensors, the dtype in safetensors' spelling, the shape, and the bytes.

@@ -21,7 +21,7 @@ from engine.settings import parse_size
 from memory.config import WARM_BITS, CacheConfig, ColdConfig, TierConfig
 from models.errors import ConfigError, ModelFormatError
 from models.files import read_object
-from models.llama.config import DEFAULT_GROUP, GROUPS, LlamaConfig, Quantization
+from models.llama.config import DEFAULT_GROUP, LlamaConfig, Quantization
 from models.resolve import resolve
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ def plan(
     }
 
 
-def weights_bytes(model: LlamaConfig, itemsize: int, quantization: str | None = None, group: int = DEFAULT_GROUP) -> int:
+def weights_bytes(
+    model: LlamaConfig, itemsize: int, quantization: str | None = None, group: int = DEFAULT_GROUP
+) -> int:
     """Of all parameters. int8: 16 bits of scale for each output; int4: as many of scale and of zero for each group of a
     row, embedding and head in int8; norms and biases as they are. None: as the checkpoint has them."""
     from models.llama.model import LlamaWeights

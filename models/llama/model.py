@@ -69,8 +69,9 @@ def _joined(weights: list[Any]) -> Any:
         return weights[0]
     if isinstance(weights[0], Tensor):
         return torch.cat(weights)
-    codes, scales, zeros, group = zip(*weights, strict=True)
-    return QuantizedWeight(torch.cat(codes), torch.cat(scales), zeros[0] if None in zeros else torch.cat(zeros), group[0])
+    codes, scales, zeros, groups = zip(*weights, strict=True)
+    joined = None if None in zeros else torch.cat(zeros)
+    return QuantizedWeight(torch.cat(codes), torch.cat(scales), joined, groups[0])
 
 
 class _Layer:
