@@ -44,6 +44,7 @@ def load_weights(
             made = isinstance(ours, Tensor) and not _finite(ours) and _finite(parts[name])
             hint = f" (finite in {tensors[name].dtype}, not in {str(dtype).removeprefix('torch.')})"
             not_finite += [name + hint] if made else [part for part, tensor in parts.items() if not _finite(tensor)]
+        del parts  # before the next one is read
     require(not not_finite, f"{_place(tensors)}: tensors with NaN or infinite values: {some(not_finite)}")
 
 

@@ -75,7 +75,9 @@ def test_triton(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, outputs, inputs, bits, group", layouts([*SHAPES, (5, 192, 544), (1, 32, 40), (2, 64, 66)]))
+@pytest.mark.parametrize(
+    "rows, outputs, inputs, bits, group", layouts([*SHAPES, (5, 192, 544), (1, 32, 40), (2, 64, 66)])
+)
 def test_torch(rows: int, outputs: int, inputs: int, bits: int, group: int, dtype: torch.dtype) -> None:
     x, weight = strided(rows, inputs, dtype, "cpu"), random_weight(outputs, inputs, bits, group)
     exact = x.double() @ weight64(weight).T
