@@ -14,6 +14,7 @@ from kernels.ops import QuantizedWeight, Weight
 
 _FEW_ROWS = 16  # up to which the packed operators are faster than converting the weight
 _ELEMENTS = 1 << 22  # of a weight that are in float32 at a time
+_ROUNDS = 8  # of fitting a scale and a zero to the codes that they give
 
 
 class PackedInt4(NamedTuple):
@@ -127,17 +128,14 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
     if weight.zeros is None:
         return weight.codes.float().mul_(weight.scales)
     codes = _unpack_int4(weight.codes, weight.group).float().sub_(8)
-    scales, zeros = (
-        part.float().repeat_interleave(weight.group, 1)[:, : codes.shape[1]] for part in (weight.scales, weight.zeros)
-    )
+    scales, zeros = (by_input(part, weight.group, codes) for part in (weight.scales, weight.zeros))
     return torch.addcmul(zeros, codes, scales)
 
 
 def _unpack_int4(codes: Tensor, group: int) -> Tensor:
     """[out, in / 2] uint8 -> the codes [out, in] uint8."""
-    whole = codes.shape[1] - codes.shape[1] % (group // 2)
-    parts = [codes[:, :whole].unflatten(1, (-1, group // 2)), codes[:, None, whole:]]
-    return torch.cat([torch.cat([part & 15, part >> 4], -1).flatten(1) for part in parts], 1)
+    parts = [torch.cat([part & 15, part >> 4], -1).flatten(1) for part in _groups(codes, group // 2)]
+    return torch.cat(parts, 1)
 
 
 def quantize(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
@@ -159,27 +157,43 @@ def _quantize(weight: Tensor, bits: int, group: int) -> list[Tensor]:
         scales = (weight.abs().amax(1, keepdim=True) / 127).clamp_(2.0**-100)
         scales = (scales.view(torch.int32) + 0xFFFF >> 16 << 16).view(torch.float32)  # to bfloat16, never down
         return [weight.div(scales).round_().to(torch.int8), scales.bfloat16()]
-    whole = weight.shape[1] - weight.shape[1] % group
-    fields = []
-    for part in (weight[:, :whole].unflatten(1, (-1, group)), weight[:, None, whole:]):
-        if part.numel():
-            codes, scales, zeros = _fit(part)
-            half = part.shape[2] // 2
-            fields.append([(codes[..., :half] | codes[..., half:] << 4).flatten(1), scales, zeros])
-    return [torch.cat(parts, 1) for parts in zip(*fields, strict=True)]
+    scales, zeros = fit(weight, group)
+    codes = (weight - by_input(zeros, group, weight)).div_(by_input(scales, group, weight))
+    return [pack_int4(codes.round_().clamp_(-8, 7), group), scales, zeros]
 
 
-def _fit(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups [out, groups, n] -> codes uint8, scales and zeros [out, groups] bfloat16, of little squared error."""
-    low, high = weight.aminmax(dim=-1, keepdim=True)
-    scale = ((high - low) / 15).clamp_(2.0**-100)
-    zero = low + 8 * scale
-    for _ in range(8):
-        codes = ((weight - zero) / scale).round_().clamp_(-8, 7)
-        centred = codes - codes.mean(-1, keepdim=True)
-        spread = (centred * centred).sum(-1, keepdim=True)
-        scale = torch.where(spread > 0, (centred * weight).sum(-1, keepdim=True) / spread, scale).clamp_(2.0**-100)
-        zero = weight.mean(-1, keepdim=True) - scale * codes.mean(-1, keepdim=True)
-    scale, zero = scale.bfloat16(), zero.bfloat16()
-    codes = ((weight - zero) / scale).round_().clamp_(-8, 7).add_(8).to(torch.uint8)
-    return codes, scale.squeeze(-1), zero.squeeze(-1)
+def pack_int4(codes: Tensor, group: int) -> Tensor:
+    """Codes from -8 to 7, floats [out, in] -> [out, in / 2] uint8, as a QuantizedWeight has them."""
+    halves = [part.add(8).to(torch.uint8).chunk(2, -1) for part in _groups(codes, group)]
+    return torch.cat([(low | high << 4).flatten(1) for low, high in halves], 1)
+
+
+def by_input(values: Tensor, group: int, like: Tensor) -> Tensor:
+    """Scales or zeros [out, groups] -> [out, in] float32, the shape of `like`."""
+    return values.float().repeat_interleave(group, 1)[:, : like.shape[1]]
+
+
+def _groups(x: Tensor, group: int) -> list[Tensor]:
+    """[out, in] -> the whole groups [out, groups, group], and what is left of the inputs [out, 1, n]."""
+    whole = x.shape[1] - x.shape[1] % group
+    return [part for part in (x[:, :whole].unflatten(1, (-1, group)), x[:, None, whole:]) if part.numel()]
+
+
+def fit(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Scales and zeros [out, groups] bfloat16 of little squared error: those of the range, then in turns the codes
+    that are nearest, and the line through what has these codes."""
+    found = []
+    for part in _groups(weight, group):
+        low, high = part.aminmax(dim=-1, keepdim=True)
+        scale = ((high - low) / 15).clamp_(2.0**-100)
+        zero, mean = low + 8 * scale, part.mean(-1, keepdim=True)
+        for _ in range(_ROUNDS):
+            codes = ((part - zero) / scale).round_().clamp_(-8, 7)
+            middle = codes.mean(-1, keepdim=True)
+            codes -= middle
+            spread, shared = (codes * codes).sum(-1, keepdim=True), (codes * part).sum(-1, keepdim=True)
+            scale = torch.where(spread > 0, shared / spread, scale).clamp_(2.0**-100)
+            zero = mean - scale * middle
+        found.append((scale.squeeze(-1).bfloat16(), zero.squeeze(-1).bfloat16()))
+    scales, zeros = zip(*found, strict=True)
+    return torch.cat(scales, 1), torch.cat(zeros, 1)

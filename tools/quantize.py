@@ -1,7 +1,8 @@
 """Writes a checkpoint with quantised weights: `python -m tools.quantize MODEL OUTDIR --quantization int8|int4`.
 
-Loading it gives the bits that quantising on load does, as fast as it is read. Tensor by tensor: no more than one of the
-source is held. OUTDIR is complete or absent afterwards, also when the command is interrupted. Its path goes to stdout.
+Loading it gives the bits that quantising on load does, as fast as it is read; with --text, int4 loses less (see
+tools/quantize_gptq.py). Tensor by tensor: no more than one of the source is held; but, with a text, all of it. OUTDIR
+is complete or absent afterwards, also when the command is interrupted. Its path goes to stdout.
 
     config.json             with "quantization_config": {"quant_method": "isotherm", "bits": 4, "group_size": 128}
     NAME.weight             the codes of `kernels.ops.QuantizedWeight`: I8 [out, in], or U8 [out, in / 2]
@@ -18,7 +19,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,12 +47,13 @@ if TYPE_CHECKING:
     from kernels.ops import Weight
     from models.checkpoint import TensorInfo
 
+TOKENS = 12_288  # of a text that int4 is fitted to
 _OTHERS = ("*.json", "*.model", "*.txt", "*.jinja")  # files that belong to a checkpoint: tokenizer, generation
 
 
 def quantize(
     model: str, outdir: str, quantization: str, group: int | None = None, shard_bytes: int = SHARD_BYTES,
-    progress: bool = False,
+    progress: bool = False, texts: Sequence[str] = (), tokens: int = TOKENS,
 ) -> Path:  # fmt: skip
     """Write the checkpoint and return its folder. Raises ConfigError, ModelFormatError, ConvertError, OSError."""
     source, target = resolve(model), Path(os.path.realpath(Path(outdir).expanduser()))
@@ -62,6 +64,8 @@ def quantize(
         raise ConfigError(f"{source}: the weights are {config.quantization} already; quantise what they were made from")
     if group is not None and quantization != "int4":
         raise ConfigError(f"--group-size is of int4, and --quantization is {quantization}")
+    if texts and quantization != "int4":
+        raise ConfigError(f"--text is for int4, and --quantization is {quantization}")
     tensors = open_checkpoint(source)
     wanted = Quantization(8) if quantization == "int8" else Quantization(4, group or DEFAULT_GROUP)
 
@@ -70,6 +74,12 @@ def quantize(
 
     weights = LlamaWeights(replace(config, quantization=wanted))
     check_fit(weights, tensors)
+    moments: dict[str, Tensor] = {}
+    if texts:
+        from tools import evaluate_texts, quantize_gptq
+
+        words = [evaluate_texts.read_text(text) for text in texts]
+        moments = quantize_gptq.moments(str(source), words, tokens)
     said: dict[str, Any] = {"quant_method": METHOD, "bits": wanted.bits}
     raw["quantization_config"] = said | ({"group_size": wanted.group} if wanted.group else {})
     with new_folder(target, weights.nbytes(4) + (64 << 20)) as folder:
@@ -78,14 +88,15 @@ def quantize(
                 if file.name not in ("config.json", "model.safetensors.index.json"):
                     with opened(file) as content, (folder / file.name).open("wb") as copy:
                         shutil.copyfileobj(content, copy)
-        _write(folder, weights, tensors, shard_bytes, progress)
+        _write(folder, weights, tensors, moments, shard_bytes, progress)
         write_json(folder / "config.json", raw)
     return target
 
 
 def _write(
-    folder: Path, weights: dict[str, Weight], tensors: dict[str, TensorInfo], shard_bytes: int, progress: bool
-) -> None:
+    folder: Path, weights: dict[str, Weight], tensors: dict[str, TensorInfo], moments: dict[str, Tensor],
+    shard_bytes: int, progress: bool,
+) -> None:  # fmt: skip
     from engine.progress import Progress
 
     order = sorted(weights, key=lambda name: (str(tensors[name].file), tensors[name].offset))
@@ -106,7 +117,7 @@ def _write(
     with Progress(total=len(order), desc="Quantising", unit="tensor", shown=progress) as bar:
         for number, (shard, some) in enumerate(zip(shards, names, strict=True), 1):
             file = file_name(number, len(shards))
-            write_safetensors(folder / file, shard, _values(some, weights, tensors, bar))
+            write_safetensors(folder / file, shard, _values(some, weights, tensors, moments, bar))
             weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -126,10 +137,12 @@ def _entry(name: str, weight: Weight, info: TensorInfo) -> dict[str, tuple[str, 
     return {key: (kinds[0], shape, size) for (key, (shape, kinds)), size in zip(parts, sizes, strict=True)}
 
 
-def _values(names: list[str], weights: dict[str, Weight], tensors: dict[str, TensorInfo], bar: Any) -> Iterator[Tensor]:
+def _values(
+    names: list[str], weights: dict[str, Weight], tensors: dict[str, TensorInfo], moments: dict[str, Tensor], bar: Any
+) -> Iterator[Tensor]:
     import torch
 
-    from kernels.reference_linear import quantize
+    from kernels import reference_linear
     from models.loader import read_tensor
 
     for name in names:
@@ -139,7 +152,12 @@ def _values(names: list[str], weights: dict[str, Weight], tensors: dict[str, Ten
         if isinstance(weight, torch.Tensor):
             yield tensor
         else:
-            codes = quantize(tensor, weight.bits, weight.group)
+            if name in moments:
+                from tools import quantize_gptq
+
+                codes = quantize_gptq.quantize(tensor, weight.group, moments[name])
+            else:
+                codes = reference_linear.quantize(tensor, weight.bits, weight.group)
             del tensor
             yield from (part for part in codes[:3] if part is not None)
         bar.update()
@@ -154,6 +172,12 @@ def main(argv: list[str] | None = None) -> int:
         "--group-size", type=int, choices=GROUPS, metavar="N",
         help=f"inputs that share a scale in int4: 32, 64 or 128 (default: {DEFAULT_GROUP})",
     )  # fmt: skip
+    parser.add_argument(
+        "--text", nargs="+", default=[], metavar="FILE", help="int4: lose less on texts like these (`stdlib`: Python's)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=TOKENS, metavar="N", help="of the texts together (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the path")
     args = parser.parse_args(argv)
     begin = time.perf_counter()
@@ -161,7 +185,10 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        target = quantize(args.model, args.outdir, args.quantization, args.group_size, progress=True)
+        target = quantize(
+            args.model, args.outdir, args.quantization, args.group_size,
+            progress=True, texts=args.text, tokens=args.tokens,
+        )  # fmt: skip
     except ConvertError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
