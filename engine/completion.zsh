@@ -57,7 +57,7 @@ _shtab_isotherm_chat_options=(
   "--device[auto, cpu or cuda (default\: auto)]:DEVICE:(auto cpu cuda)"
   "--backend[auto, torch or triton\: who computes\; auto is triton on a GPU, torch on a CPU]:BACKEND:(auto torch triton)"
   {--max-model-len,-c,--ctx-size}"[tokens of prompt and answer together (default\: the model\'s context)]:N:"
-  "--rope-scaling[replace the model\'s RoPE scaling, as JSON in config.json\'s form]:JSON:"
+  "--rope-scaling[for contexts beyond the trained one\: auto, or JSON in config.json\'s form (default\: the model\'s own)]:JSON:"
   "--kv-cache-memory[bytes of the KV cache, as 64MiB or 8GB (default\: the model\'s context once, at most half the free memory)]:SIZE:"
   "--page-size[tokens a cache page\: 16, 32 or 64 (default\: 64)]:N:(16 32 64)"
   "--max-num-batched-tokens[tokens computed in one step, prompts in chunks (default\: 512)]:N:"
@@ -85,6 +85,8 @@ _shtab_isotherm_chat_options=(
   "--flash-cache-dir[directory on flash for exact copies (default\: none)]:DIR:_files -/"
   "--flash-cache-size[bytes that the copies on flash may take, as 20GB]:SIZE:"
   "--flash-cache-persist[leave the copies on flash for the next run]"
+  "--quantization[int8 or int4\: keep the weights in so many bits (default\: as the checkpoint has them)]:NAME:(int8 int4)"
+  "--quantization-group[inputs that share a scale in int4\: 32, 64 or 128 (default\: 32, or as the checkpoint has them)]:N:(32 64 128)"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -129,7 +131,7 @@ _shtab_isotherm_generate_options=(
   "--device[auto, cpu or cuda (default\: auto)]:DEVICE:(auto cpu cuda)"
   "--backend[auto, torch or triton\: who computes\; auto is triton on a GPU, torch on a CPU]:BACKEND:(auto torch triton)"
   {--max-model-len,-c,--ctx-size}"[tokens of prompt and answer together (default\: the model\'s context)]:N:"
-  "--rope-scaling[replace the model\'s RoPE scaling, as JSON in config.json\'s form]:JSON:"
+  "--rope-scaling[for contexts beyond the trained one\: auto, or JSON in config.json\'s form (default\: the model\'s own)]:JSON:"
   "--kv-cache-memory[bytes of the KV cache, as 64MiB or 8GB (default\: the model\'s context once, at most half the free memory)]:SIZE:"
   "--page-size[tokens a cache page\: 16, 32 or 64 (default\: 64)]:N:(16 32 64)"
   "--max-num-batched-tokens[tokens computed in one step, prompts in chunks (default\: 512)]:N:"
@@ -157,6 +159,8 @@ _shtab_isotherm_generate_options=(
   "--flash-cache-dir[directory on flash for exact copies (default\: none)]:DIR:_files -/"
   "--flash-cache-size[bytes that the copies on flash may take, as 20GB]:SIZE:"
   "--flash-cache-persist[leave the copies on flash for the next run]"
+  "--quantization[int8 or int4\: keep the weights in so many bits (default\: as the checkpoint has them)]:NAME:(int8 int4)"
+  "--quantization-group[inputs that share a scale in int4\: 32, 64 or 128 (default\: 32, or as the checkpoint has them)]:N:(32 64 128)"
 )
 
 # guard to ensure default positional specs are added only once per session

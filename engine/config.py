@@ -65,8 +65,9 @@ class EngineConfig:
     flash_cache_dir: str | os.PathLike[str] | None = None
     flash_cache_size: int | None = None
     flash_cache_persist: bool = False
-    quantization: None = None  # this and what follows come with later versions
-    profile: str = "default"
+    quantization: str | None = None
+    quantization_group: int | None = None
+    profile: str = "default"  # this and what follows come with later versions
     scorer: None = None
 
     def __post_init__(self) -> None:

@@ -69,7 +69,8 @@ class LLM:
 
         changes: its other settings of cache and steps, as kv_budget or page_size. Raises ConfigError, CapacityError.
         """
-        same = {"model", "tokenizer", "dtype", "device", "backend", "rope_scaling", "quantization", "flash_cache_dir"}
+        same = {"model", "tokenizer", "dtype", "device", "backend", "rope_scaling", "flash_cache_dir"}
+        same |= {"quantization", "quantization_group"}
         fixed = changes.keys() & same
         require_config(not fixed, f"a twin has the same {', '.join(sorted(fixed))}; load another LLM instead")
         other = object.__new__(type(self))

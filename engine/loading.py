@@ -24,7 +24,7 @@ from memory.flash import FlashStore, StoreRefused
 from models.checkpoint import TensorInfo, open_checkpoint
 from models.errors import ConfigError, require_config
 from models.files import optional_object, read_object
-from models.llama.config import LlamaConfig, RopeScaling, token_ids
+from models.llama.config import DEFAULT_GROUP, LlamaConfig, Quantization, RopeScaling, token_ids
 from models.llama.model import Llama, LlamaWeights
 from models.loader import check_fit, load_weights
 from models.resolve import resolve
@@ -58,7 +58,9 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     everything is checked before the weights are read.
     """
     path = resolve(config.model)
-    model_config = _stretched(config, read_object(path / "config.json"))
+    checkpoint = _stretched(config, read_object(path / "config.json"))
+    stored = checkpoint.quantization is not None
+    model_config = replace(checkpoint, quantization=_quantization(config, checkpoint.quantization))
     device, dtype, backend = _placement(config, model_config)
     if device.type == "cpu":
         torch.set_num_threads(config.threads or max(1, usable_cpus() // 2))
@@ -70,11 +72,12 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     eos_ids += tokenizer.eos_ids if tokenizer else ()
     tensors = open_checkpoint(path)
     weights = LlamaWeights(model_config)
-    check_fit(weights, tensors)
-    count = sum(math.prod(info.shape) for info in tensors.values())
-    if model_config.tie_word_embeddings and device.type == "cpu" and dtype == torch.bfloat16:
-        count += model_config.vocab_size * model_config.hidden_size  # the head, in a layout of its own
-    cache_config = _cache_config(config, model_config, count * dtype.itemsize, device, dtype)
+    check_fit(weights, tensors, stored)
+    nbytes = weights.nbytes(dtype.itemsize)
+    twice = model_config.tie_word_embeddings and not model_config.quantization
+    if twice and device.type == "cpu" and dtype == torch.bfloat16:
+        nbytes += model_config.vocab_size * model_config.hidden_size * 2  # the head, in a layout of its own
+    cache_config = _cache_config(config, model_config, nbytes, device, dtype)
 
     def bar(names: Iterable[str]) -> Iterable[str]:
         yield from Progress(names, desc="Loading", unit="tensor", shown=progress)
@@ -84,11 +87,25 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     length = b"%d" % (max_model_len if dynamic else 0)  # which the angles of that one depend on
     marked = tensors if config.flash_cache_dir else {}  # which are read for it
     flash = _flash(config, cache_config, _fingerprint(cache_config, model_config, dtype, marked) + length)
-    load_weights(weights, tensors, dtype, device, bar, config.check_tensors)
+    load_weights(weights, tensors, dtype, device, bar, config.check_tensors, stored)
     model = Llama(model_config, weights, ops, max_model_len)
     fingerprint = _fingerprint(cache_config, model_config, dtype, {})
     cache = KVCache(cache_config, dtype, device, ops, fingerprint=fingerprint, flash=flash)
     return Engine(model, cache, tokenizer, frozenset(eos_ids), max_model_len, generation)
+
+
+def _quantization(config: EngineConfig, stored: Quantization | None) -> Quantization | None:
+    """What the weights are kept as: `stored`, what the checkpoint has, unless that is nothing. Raises ConfigError."""
+    bits, group = int((config.quantization or "0").removeprefix("int")), config.quantization_group
+    bits = bits or (stored.bits if stored else 0)
+    kept = f"int{bits}" if bits else None
+    require_config(group is None or bits == 4, f"quantization_group {group} is of int4, and quantization is {kept}")
+    if bits == 4:
+        group = group or (stored.group if stored and stored.bits == 4 else DEFAULT_GROUP)
+    wanted = Quantization(bits, group or 0) if bits else None
+    way = "leave the settings out, or load the checkpoint that it was made from"
+    require_config(stored in (None, wanted), f"the checkpoint's weights are {stored} already, not {wanted}: {way}")
+    return wanted
 
 
 def second_cache(engine: Engine, config: EngineConfig) -> Engine:
@@ -231,7 +248,8 @@ def _placement(config: EngineConfig, model: LlamaConfig) -> tuple[torch.device, 
     if backend == "auto":
         backend = "torch" if on_cpu else "triton"
     if dtype == "auto" and on_cpu:
-        dtype = "bfloat16" if cpu_computes_bfloat16() else "float32"
+        # torch's operators on quantised weights are for bfloat16, whatever the CPU computes in.
+        dtype = "bfloat16" if cpu_computes_bfloat16() or model.quantization else "float32"
     return device, getattr(torch, model.dtype if dtype == "auto" else dtype), backend
 
 

@@ -35,7 +35,7 @@ Shapes use: T tokens of the step, B sequences, Hq query heads, Hkv KV heads, D h
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +56,38 @@ def hadamard(head_dim: int) -> Tensor:
         block = torch.kron(torch.tensor([[1, 1], [1, -1]]), block)
     matrix: Tensor = torch.block_diag(*[block] * (head_dim // len(block)))
     return matrix
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight [out, in] in 8 or 4 bits. Scales and zeros are bfloat16, and rounded before the codes are made.
+
+        8 bits   codes [out, in] int8, scales [out, 1]                          w = code * scale
+        4 bits   codes [out, in / 2] uint8, scales and zeros [out, groups]      w = (code - 8) * scale + zero
+
+    A group is `group` consecutive inputs, the last one what is left of them; of n inputs it has n / 2 bytes, byte j of
+    which holds the inputs j, in its low bits, and j + n / 2. So a tile of bytes is two tiles of weights, each beside
+    consecutive inputs, and no byte is read twice.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int  # of 8 bits: all inputs
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.zeros is None else 4
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+
+Weight = Tensor | QuantizedWeight
 
 
 class LayerCache(NamedTuple):
@@ -129,13 +161,13 @@ class AttentionPlan:
 class Ops(Protocol):
     """One backend. Every tensor is on the backend's device; outputs are new tensors unless said otherwise."""
 
-    def pack_linear(self, weight: Tensor) -> Tensor:
+    def pack_linear(self, weight: Weight) -> Any:
         """The weight [out, in] in the layout that `linear` reads fastest (it may share the weight's storage)."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """x [T, in] @ packed weight [out, in] + bias [out] -> [T, out]."""
 
-    def linear_float32(self, x: Tensor, weight: Tensor) -> Tensor:
+    def linear_float32(self, x: Tensor, weight: Any) -> Tensor:
         """x [T, in] @ packed weight [out, in] -> [T, out] float32, not rounded to x's dtype on the way."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,37 +14,13 @@ from torch import Tensor
 from kernels.ops import AttentionPlan, LayerCache, min_exponent
 from kernels.reference_compress import compress as compress
 from kernels.reference_compress import decode, decode_means, rotate
+from kernels.reference_linear import cpu_computes_bfloat16
+from kernels.reference_linear import linear as linear
+from kernels.reference_linear import linear_float32 as linear_float32
+from kernels.reference_linear import pack_linear as pack_linear
 
 # Elements of K converted to float32 at a time (8 MiB): more costs memory, less costs a call per chunk.
 _CHUNK_ELEMENTS = 1 << 21
-
-
-def cpu_computes_bfloat16() -> bool:
-    """Whether torch has oneDNN and this CPU has the instructions with which it multiplies in bfloat16."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def pack_linear(weight: Tensor) -> Tensor:
-    """The weight in oneDNN's blocked layout where that is faster: bfloat16 on a CPU, half the time of a plain
-    matrix-vector product, with bit-identical results. Other weights as they are."""
-    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and cpu_computes_bfloat16():
-        return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
-    return weight
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
-
-
-def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
-    if not weight.is_mkldnn:
-        return F.linear(x.float(), weight.float())
-    # oneDNN sums in float32 and rounds once: what the rounding took away is the product less its own rounded value.
-    rounded = linear(x, weight)
-    rest: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, -rounded, weight, None, "add")
-    return rounded.float() + rest.float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -193,7 +193,7 @@ BAD_FILES = {
         ),
         {"max_model_len": 100},
     ),
-    "a setting of a later version": (lambda d: None, {"quantization": "int8"}),
+    "a setting of a later version": (lambda d: None, {"profile": "long"}),
 }  # fmt: skip
 
 

@@ -870,7 +870,6 @@ def test_an_added_request_survives_the_interrupt_of_another_call(llm, monkeypatc
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("quantization", "int8"),
         ("profile", "long"),
         ("scorer", "x"),
     ],
@@ -882,7 +881,8 @@ def test_settings_of_later_versions_are_refused_by_name(directory, name, value):
 
 def test_settings_of_later_versions_at_their_defaults(directory):
     llm = load(
-        directory, quantization=None, kv_budget=None, recall=None, cold_format="auto", host_cache_size=None,
+        directory, quantization=None, quantization_group=None,
+        kv_budget=None, recall=None, cold_format="auto", host_cache_size=None,
         flash_cache_dir=None, flash_cache_size=None, preset=None, profile="default", scorer=None,
         enable_prefix_caching=True, seed=0, tokenizer=None, skip_tokenizer_init=False, device="auto",
         max_model_len=None, rope_scaling=None, kv_cache_memory=None,

@@ -57,7 +57,7 @@ def _beside_peer(args: argparse.Namespace, measurement: str) -> dict[str, Any]:
     from tools import bench_llm
 
     longest = max(args.context) + bench_llm.DECODE_TOKENS * (args.repeats + 1) + 1
-    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, skip_tokenizer_init=True)
+    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, skip_tokenizer_init=True, **_quantized(args))
     if longest > llm.max_model_len:
         raise ConfigError(f"{longest} tokens are needed, the model's context is {llm.max_model_len}")
     peer: bench_llm.Peer | bench_llm.FullCache | None = None
@@ -76,9 +76,16 @@ def _beside_peer(args: argparse.Namespace, measurement: str) -> dict[str, Any]:
         "model": args.model,
         "dtype": args.dtype,
         "kv_budget": args.kv_budget,
+        **_quantized(args),
+        "weights_bytes": llm.stats()["weights_bytes"],
         "peer": peer.version if peer else None,
         "rows": rows,
     }
+
+
+def _quantized(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the weights."""
+    return {name: getattr(args, name) for name in ("quantization", "quantization_group")}
 
 
 def prefix(args: argparse.Namespace) -> dict[str, Any]:
@@ -109,9 +116,10 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
     from engine import LLM
     from tools import bench_serving
 
-    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, kv_budget=args.kv_budget)
+    settings = {"kv_budget": args.kv_budget, **_quantized(args)}
+    llm = LLM(args.model, dtype=args.dtype, threads=args.threads, **settings)
     result = bench_serving.offline(llm, args.batch, args.requests or 2 * args.batch, args.repeats, args.seed)
-    return {"model": args.model, "kv_budget": args.kv_budget, **result}
+    return {"model": args.model, **settings, **result}
 
 
 def _contexts(text: str) -> list[int]:
@@ -142,9 +150,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=eviction)
 
+    quantized = argparse.ArgumentParser(add_help=False)
+    quantized.add_argument("--quantization", metavar="NAME", help="int8 or int4 weights, of ours")
+    quantized.add_argument("--quantization-group", type=_positive, metavar="N", help="of int4")
     for function, contexts in ((decode, "128,1024,8000"), (prefill, "512,4096")):
         name = function.__name__
-        command = commands.add_parser(name, parents=[common], help=f"{name} of one sequence, beside Transformers")
+        command = commands.add_parser(
+            name, parents=[common, quantized], help=f"{name} of one sequence, beside Transformers"
+        )
         command.add_argument("--model", default="smollm2-135m", help="name or directory (default: %(default)s)")
         command.add_argument(
             "--context", type=_contexts, default=contexts, metavar="N,N", help="(default: %(default)s)"
@@ -187,7 +200,10 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=chat)
 
     command = commands.add_parser(
-        "offline", aliases=["serve-offline"], parents=[engine], help="a batch of requests beside the same one by one"
+        "offline",
+        aliases=["serve-offline"],
+        parents=[engine, quantized],
+        help="a batch of requests beside the same one by one",
     )
     command.add_argument("--batch", type=_positive, default=16, metavar="N", help="at most (default: %(default)s)")
     command.add_argument("--requests", type=_positive, metavar="N", help="in all (default: twice the batch)")

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -99,8 +99,9 @@ def write_folder(
     weight_map: dict[str, str] = {}
     with Progress(total=len(plan.weights), desc="Converting", unit="tensor", shown=progress) as bar:
         for number, shard in enumerate(shards, 1):
-            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            _write_safetensors(outdir / file, shard, dtype, plan.source, bar.update)
+            file = file_name(number, len(shards))
+            shapes = {weight.name: (DTYPES[dtype], weight.shape, _nbytes(weight, dtype)) for weight in shard}
+            write_safetensors(outdir / file, shapes, _tensors(shard, dtype, plan.source, bar.update))
             weight_map |= {weight.name: file for weight in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": plan.nbytes(dtype)}, "weight_map": weight_map}
@@ -125,29 +126,49 @@ def _shards(weights: list[Weight], dtype: str, shard_bytes: int) -> list[list[We
     return shards
 
 
-def _write_safetensors(path: Path, weights: list[Weight], dtype: str, source: Path, done: Callable[[], object]) -> None:
-    """u64 length of the header, the header (JSON, padded to 8 bytes), the tensors one after another."""
+def file_name(number: int, count: int) -> str:
+    """Of the safetensors file of that number, from 1 on, among so many."""
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_safetensors(
+    path: Path, shapes: dict[str, tuple[str, tuple[int, ...], int]], tensors: Iterable[Tensor]
+) -> None:
+    """u64 length of the header, the header (JSON, padded to 8 bytes), the tensors one after another, as they come.
+
+    shapes: by name, in the order of the tensors, the dtype in safetensors' spelling, the shape, and the bytes.
+    """
     import torch
 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # Transformers refuses a file without it
     offset = 0
-    for weight in weights:
-        end = offset + _nbytes(weight, dtype)
-        header[weight.name] = {"dtype": DTYPES[dtype], "shape": weight.shape, "data_offsets": [offset, end]}
-        offset = end
+    for name, (dtype, shape, nbytes) in shapes.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for weight in weights:
-            tensor = _filled(weight, getattr(torch, dtype))
-            # Slice by slice: a test for finite values of all at once takes half as much memory again.
-            if not all(part.isfinite().all() for part in tensor.view(-1).split(1 << 20)):
-                range_hint = ", or values beyond the range of float16: try bfloat16" if dtype == "float16" else ""
-                raise ModelFormatError(f"{source}: {weight.name} has values that are NaN or infinite{range_hint}")
-            file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-            del tensor  # before the next one is made
-            done()
+        for tensor in tensors:
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _tensors(weights: list[Weight], dtype: str, source: Path, done: Callable[[], object]) -> Iterator[Tensor]:
+    import torch
+
+    for weight in weights:
+        tensor = _filled(weight, getattr(torch, dtype))
+        if not finite(tensor):
+            range_hint = ", or values beyond the range of float16: try bfloat16" if dtype == "float16" else ""
+            raise ModelFormatError(f"{source}: {weight.name} has values that are NaN or infinite{range_hint}")
+        yield tensor
+        del tensor  # before the next one is made
+        done()
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether every value is. Slice by slice: a test of all at once takes half as much memory again."""
+    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(1 << 20))
 
 
 def _filled(weight: Weight, dtype: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The compressed cache beside the full one: `python -m tools.evaluate quality|needle|rouge|knobs|importance|context`.
+"""The compressed cache beside the full one: `python -m tools.evaluate NAME`.
 
 Each subcommand loads the model once, runs it with a full cache and with compressed ones, and prints a table, or one
 JSON object with --json. It imports what is heavy itself, after parsing, so that --help is quick.
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 # What the tables for people show; --json has all.
 _COLUMNS = (
     "setting", "resident_ratio", "kl_nats", "kl_se", "noise_kl_nats", "dppl_percent", "dppl_se_percent",
-    "top1_agreement", "total_ratio", "read_bytes_per_token", "cold_hit_rate", "moves",
+    "top1_agreement", "weights_bytes", "total_ratio", "read_bytes_per_token", "cold_hit_rate", "moves",
+)  # fmt: skip
+_QUANTIZED = (
+    "setting", "scored_tokens", "ppl_full", "ppl", "dppl_percent", "dppl_se_percent", "kl_nats", "kl_se",
+    "top1_agreement", "weights_bytes",
 )  # fmt: skip
 _LONG = ("answers", "full_text", "tiered_text")  # what they leave out
 
@@ -124,6 +128,31 @@ def context(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "rows": rows}
 
 
+def quantization(args: argparse.Namespace) -> dict[str, Any]:
+    """Loss of prediction of quantised weights, each in an LLM of its own, beside the checkpoint's."""
+    settings: list[dict[str, Any]] = []
+    for name in args.quantization:
+        groups = args.group_size if name == "int4" else [None]
+        settings += [{"quantization": name} | ({"quantization_group": group} if group else {}) for group in groups]
+    _check(args, settings)
+    for path in args.checkpoint:
+        resolve(path)
+    base, windows, about = _read(args)
+    from tools import evaluate_quality as measure
+
+    names = [measure.describe(changes) for changes in settings] + args.checkpoint
+    models = [_load(args, base.max_model_len, **changes) for changes in settings]
+    models += [_load(args, base.max_model_len, model=path) for path in args.checkpoint]
+    readers = [measure.Reader(llm, name, args.score_from) for llm, name in zip(models, names, strict=True)]
+    full = measure.read(base, readers, windows, args.score_from)
+    comparison = measure.Comparison(full, [reader.tally for reader in readers], None)
+    rows = []
+    for i, (llm, name) in enumerate(zip(models, names, strict=True)):
+        row = measure.row(comparison, i, {}) | {"setting": name, "weights_bytes": llm.stats()["weights_bytes"]}
+        rows.append({column: row[column] for column in _QUANTIZED})
+    return about | {"weights_bytes_full": base.stats()["weights_bytes"], "rows": rows}
+
+
 def _below(args: argparse.Namespace) -> dict[str, Any]:
     """The settings of what is kept below the cache, where they are given."""
     names = ("recall", "recall_block", "cold_format", "host_cache_size")
@@ -146,11 +175,12 @@ def _model_context(model: str) -> int:
     return LlamaConfig.from_dict(read_object(resolve(model) / "config.json")).context_length
 
 
-def _load(args: argparse.Namespace, max_model_len: int) -> LLM:
+def _load(args: argparse.Namespace, max_model_len: int, model: str | None = None, **changes: Any) -> LLM:
     from engine import LLM
 
     return LLM(
-        args.model,
+        model or args.model,
+        **changes,
         dtype=args.dtype,
         threads=args.threads,
         seed=args.seed,
@@ -202,6 +232,10 @@ def _positive(text: str) -> int:
 
 def _integers(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -271,6 +305,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--documents", type=_positive, default=7, metavar="N", help="(default: %(default)s)")
     command.add_argument("--max-tokens", type=_positive, default=128, metavar="N", help="of a summary (default: 128)")
     command.add_argument("--context", type=_positive, default=4096, metavar="N", help="with the summary (4096)")
+
+    command = add(quantization, "perplexity and KL of quantised weights, beside the checkpoint's own")
+    add_text(command, 20_000)
+    command.add_argument(
+        "--quantization", type=_names, default="int8,int4", metavar="NAME[,NAME]", help="(default: %(default)s)"
+    )
+    command.add_argument(
+        "--group-size", type=_integers, default=[None], metavar="N[,N]", help="of int4 (default: the engine's)"
+    )
+    command.add_argument(
+        "--checkpoint", nargs="+", default=[], metavar="DIR", help="rows for what tools.quantize wrote, too"
+    )
 
     for function, tokens, help in (
         (knobs, 6_000, "what each setting of the tiers does to moves, bytes and KL"),

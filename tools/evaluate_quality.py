@@ -112,6 +112,13 @@ def compare(
     readers = [Reader(base.twin(**changes), describe(changes), score_from) for changes in settings]
     if noise:
         readers.append(Reader(rounded_otherwise(base), "the full cache in other chunks", score_from))
+    full = read(base, readers, windows, score_from)
+    tallies = [reader.tally for reader in readers]
+    return Comparison(full, tallies[: len(settings)], tallies[-1] if noise else None)
+
+
+def read(base: LLM, readers: list[Reader], windows: list[list[int]], score_from: int) -> list[np.ndarray]:
+    """Read the windows with `base` and with the others, whose tallies are filled. -> `Comparison.full`"""
     full: list[np.ndarray] = []
     with Progress(total=sum(map(len, windows)), desc="Reading", unit="token", shown=True) as bar:
         for window in windows:
@@ -136,8 +143,7 @@ def compare(
             full.append(np.concatenate(losses))
             for reader in readers:
                 _join(reader.tally, len(full) - 1)
-    tallies = [reader.tally for reader in readers]
-    return Comparison(full, tallies[: len(settings)], tallies[-1] if noise else None)
+    return full
 
 
 def rounded_otherwise(base: LLM) -> LLM:

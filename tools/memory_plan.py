@@ -21,7 +21,7 @@ from engine.settings import parse_size
 from memory.config import WARM_BITS, CacheConfig, ColdConfig, TierConfig
 from models.errors import ConfigError, ModelFormatError
 from models.files import read_object
-from models.llama.config import LlamaConfig
+from models.llama.config import DEFAULT_GROUP, LlamaConfig, Quantization
 from models.resolve import resolve
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ MAX_SLICES = 128  # of a sequence, that decode splits the tokens of a KV head in
 TILE_ROWS = {2: 128, 4: 16}  # of queries that recall scores at a time, by the bytes of an element
 
 _MULTIPROCESSORS = 132  # of an H100 or H200; an A100 has 108
-_GROUP = 128  # weights that share a scale and a zero, in int4
 _MOST_CONTEXT = 1 << 27  # that a model can be configured for
 
 
@@ -133,21 +132,17 @@ def plan(
     }
 
 
-def weights_bytes(model: LlamaConfig, itemsize: int, quantization: str | None = None) -> int:
-    """Of all parameters. int8: a float32 scale for each output; int4: 16 bits of scale and as many of zero for each
-    group of a row, embedding and head in int8; norms and biases as they are."""
+def weights_bytes(
+    model: LlamaConfig, itemsize: int, quantization: str | None = None, group: int = DEFAULT_GROUP
+) -> int:
+    """Of all parameters. int8: 16 bits of scale for each output; int4: as many of scale and of zero for each group of a
+    row, embedding and head in int8; norms and biases as they are. None: as the checkpoint has them."""
     from models.llama.model import LlamaWeights
 
-    total = 0
-    for name, weight in LlamaWeights(model).items():
-        rows, columns = weight.numel() // weight.shape[-1], weight.shape[-1]
-        if quantization is None or weight.dim() == 1:
-            total += rows * columns * itemsize
-        elif quantization == "int8" or name in ("model.embed_tokens.weight", "lm_head.weight"):
-            total += rows * (columns + 4)
-        else:
-            total += rows * (ceil(columns / 2) + 4 * ceil(columns / _GROUP))
-    return total
+    if quantization is not None:
+        bits = int(quantization.removeprefix("int"))
+        model = replace(model, quantization=Quantization(bits, group if bits == 4 else 0))
+    return LlamaWeights(model).nbytes(itemsize)
 
 
 class _NoBytes:
@@ -261,7 +256,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("-m", "--model", required=True, help=f"{', '.join(SHAPES)}, or a directory with a config.json")
     parser.add_argument("--context", type=int, required=True, metavar="N", help="tokens of each sequence")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default: %(default)s)")
-    parser.add_argument("--quantization", choices=("int8", "int4"), help="of the weights (planned: a later version)")
+    parser.add_argument("--quantization", choices=("int8", "int4"), help="of the weights")
     parser.add_argument("--kv-budget", type=float, metavar="FRACTION", help="compress the cache (default: exact)")
     parser.add_argument(
         "--recall", type=float, metavar="FRACTION", help=f"of all tokens, read from the copies (default: {RECALL})"
@@ -316,8 +311,6 @@ def main(argv: list[str] | None = None) -> int:
 def _notes(model: LlamaConfig, result: dict[str, Any]) -> Iterator[str]:
     """What has to be known of the figures."""
     yield "planned, not measured"
-    if result["quantization"]:
-        yield f"{result['quantization']} weights are planned: a later version has them"
     if result["context"] > model.context_length:
         yield f"the model's own context is {model.context_length} tokens: more need --rope-scaling"
     if result["batch"] > 1:

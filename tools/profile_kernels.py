@@ -157,6 +157,16 @@ class Problem:
         plan, scale = replace(plan, warm=(warm,), recall=read), m.head_dim**-0.5
         self.ops.recall(q, self.torch.zeros_like(q), lse, cache, plan, scale)
 
+    def linear(self, rows: int, bits: int) -> None:
+        """By the weight of gate and up."""
+        from kernels.ops import QuantizedWeight
+
+        outputs, inputs = 2 * self.model.intermediate, self.model.hidden
+        codes = self.zeros(outputs, inputs * bits // 8, dtype="int8" if bits == 8 else "uint8")
+        scales = self.zeros(outputs, 1 if bits == 8 else inputs // 128, dtype="bfloat16")
+        weight = QuantizedWeight(codes, scales, None if bits == 8 else scales, inputs if bits == 8 else 128)
+        self.ops.linear(self.zeros(rows, inputs), weight)
+
     def compress(self, n: int, bits: int, is_key: bool) -> None:
         pages = self.zeros(n // PAGE * self.model.kv_heads, PAGE, self.model.head_dim)
         self.ops.compress(pages, bits, is_key)
@@ -222,7 +232,7 @@ class Op:
 
 
 LATER = (1, 2)  # the first model would repeat the second one
-LLAMA_3 = (1,)
+LLAMA_2, LLAMA_3 = (0,), (1,)
 OPS = {
     "rms_norm": Op("_rms_norm_kernel", Problem.rms_norm, lambda m, n: Cost(4 * n * m.hidden, 0, n), models=LATER),
     "add_rms_norm": Op(
@@ -279,6 +289,10 @@ OPS = {
         "_decompress_kernel", lambda p, n: p.decompress(n, 4, True), lambda m, n: m.compress(n, 4), 2048, 128,
         models=LLAMA_3,
     ),
+    "linear,int8": Op("_linear_kernel", lambda p, n: p.linear(n, 8), None, 1, models=LLAMA_2),
+    "linear,int4": Op("_linear_kernel", lambda p, n: p.linear(n, 4), None, 1, models=LLAMA_2),
+    "linear,int8,chunk": Op("_linear_kernel", lambda p, n: p.linear(n, 8), None, 256, models=LLAMA_2),
+    "linear,int4,chunk": Op("_linear_kernel", lambda p, n: p.linear(n, 4), None, 256, models=LLAMA_2),
 }  # fmt: skip
 MODELS = [
     Model("llama-2-7b", 32, 32, 128, 4096, 11008, "float16"),

@@ -23,6 +23,9 @@ _ROPE_KEYS: dict[str, dict[str, tuple[float, float]]] = {
 }  # fmt: skip
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
 _NO_SCALING = {"rope_theta", "partial_rotary_factor"}  # what else may lie beside them
+GROUPS = (32, 64, 128)  # of int4: inputs that share a scale and a zero
+DEFAULT_GROUP = 32
+METHOD = "isotherm"  # the quant_method of checkpoints that tools.quantize writes
 BETA_SLOW, BETA_FAST = 1.0, 32.0  # yarn's, where none are given
 
 # What a value must be, by the type of its limits.
@@ -41,6 +44,18 @@ class RopeScaling:
     original_context: int
     values: Mapping[str, float]
     truncate: bool = True  # yarn: round the borders of the ramp to whole dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How weights are kept: in 8 bits with a scale for each output; or in 4, but the embedding and the head, with a
+    scale and a zero for each `group` consecutive inputs of an output."""
+
+    bits: int  # 8 or 4
+    group: int = 0
+
+    def __str__(self) -> str:
+        return f"int{self.bits}" + (f" in groups of {self.group}" if self.group else "")
 
 
 def _key(name: str, least: float, greatest: float, default: float | None = None) -> Any:
@@ -70,6 +85,7 @@ class LlamaConfig:
     dtype: str  # of the checkpoint: float32 | bfloat16 | float16
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = None  # of the checkpoint, or as which it is loaded
 
     @property
     def context_length(self) -> int:
@@ -107,6 +123,7 @@ class LlamaConfig:
         values["dtype"] = dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
         _require(dtype in DTYPES, f"torch_dtype must be one of {', '.join(DTYPES)}, got", dtype)
         values["rope_theta"], values["rope_scaling"] = _rope(raw, context, rope_scaling)
+        values["quantization"] = _quantization(raw.get("quantization_config"))
         for key, least, greatest in (("sliding_window", 1, 1 << 27), ("bos_token_id", 0, 1 << 24)):
             values[key] = None if raw.get(key) is None else _value(raw, key, least, greatest)
         return cls(**values, eos_token_ids=token_ids(raw.get("eos_token_id"), "eos_token_id"))
@@ -131,16 +148,28 @@ def _value(raw: Mapping[str, Any], key: str, least: Any, greatest: Any, default:
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    """The architecture, one of those that are supported, and not quantised."""
+    """The architecture, one of those that are supported."""
     said, model_type = raw.get("architectures"), raw.get("model_type")
     names = [ARCHITECTURES.get(str(model_type))] if said is None else said  # early conversions have only a model_type
     known = isinstance(names, list) and names != [] and names[0] in list(ARCHITECTURES.values())
     supported = ", ".join(ARCHITECTURES.values())
     _require(known, f"architecture {shown(said or model_type)} is not supported; supported: {supported}")
-    method = raw.get("quantization_config")
-    got = method.get("quant_method", method) if isinstance(method, dict) else method
-    _require(method is None, f"quantization_config {shown(got)} is not supported; use a float16 or bfloat16 checkpoint")
     return str(names[0])
+
+
+def _quantization(raw: Any) -> Quantization | None:
+    method = raw.get("quant_method", raw) if isinstance(raw, dict) else raw
+    known = raw is None or method == METHOD
+    way = "use a float16 or bfloat16 checkpoint, and --quantization int8 or int4"
+    _require(known, f"quantization_config {shown(method)} is not supported; {way}")
+    if raw is None:
+        return None
+    bits, group = raw.get("bits"), raw.get("group_size", 0)
+    _require(type(bits) is int and bits in (8, 4), "quantization_config: bits must be 8 or 4, got", bits)
+    wanted = GROUPS if bits == 4 else (0,)
+    fits = type(group) is int and group in wanted
+    _require(fits, f"quantization_config: group_size must be {' or '.join(map(str, wanted))}, got", group)
+    return Quantization(bits, group)
 
 
 def _rope(raw: Mapping[str, Any], context: int, instead: Mapping[str, Any] | None) -> tuple[float, RopeScaling | None]:

@@ -1,11 +1,13 @@
 """The Llama forward pass over a flat batch of tokens. What attention reads and where K/V are kept is the caller's."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.ops import Ops
+from kernels.ops import Ops, QuantizedWeight, Weight
+from models.errors import require_config
 from models.llama.config import LlamaConfig
 from models.llama.rope import rope_table
 
@@ -15,9 +17,9 @@ from models.llama.rope import rope_table
 Attention = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class LlamaWeights(dict[str, Tensor]):
-    """The parameters under the names that Hugging Face checkpoints give them: on the meta device until
-    `models.loader.load_weights` puts them in, consumed by `Llama`."""
+class LlamaWeights(dict[str, Weight]):
+    """The parameters under the names that Hugging Face checkpoints give them, as `config.quantization` asks: on the
+    meta device until `models.loader.load_weights` puts them in, consumed by `Llama`. Raises ConfigError."""
 
     def __init__(self, config: LlamaConfig) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -39,19 +41,48 @@ class LlamaWeights(dict[str, Tensor]):
         shapes["model.norm.weight"] = (hidden,)
         if not config.tie_word_embeddings:
             shapes["lm_head.weight"] = (config.vocab_size, hidden)
-        super().__init__({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+        quantization = config.quantization
+        for name, shape in shapes.items():
+            self[name] = torch.empty(shape, device="meta")
+            if quantization is not None and len(shape) == 2:
+                bits = 8 if name in ("model.embed_tokens.weight", "lm_head.weight") else quantization.bits
+                even = bits == 8 or shape[1] % 2 == 0
+                require_config(even, f"int4 needs an even number of inputs; use int8: {name} has", shape[1])
+                self[name] = _empty(*shape, bits, quantization.group)
+
+    def nbytes(self, itemsize: int) -> int:
+        """As they are held, what is not quantised in elements of so many bytes."""
+        return sum(w.numel() * itemsize if isinstance(w, Tensor) else w.nbytes for w in self.values())
+
+
+def _empty(outputs: int, inputs: int, bits: int, group: int) -> QuantizedWeight:
+    """On the meta device, without values."""
+    kind = torch.int8 if bits == 8 else torch.uint8
+    codes = torch.empty(outputs, inputs * bits // 8, dtype=kind, device="meta")
+    scales = torch.empty(outputs, 1 if bits == 8 else -(-inputs // group), dtype=torch.bfloat16, device="meta")
+    return QuantizedWeight(codes, scales, None if bits == 8 else scales, inputs if bits == 8 else group)
+
+
+def _joined(weights: list[Any]) -> Any:
+    """Weights of the same inputs as one."""
+    if len(weights) == 1:
+        return weights[0]
+    if isinstance(weights[0], Tensor):
+        return torch.cat(weights)
+    codes, scales, zeros, groups = zip(*weights, strict=True)
+    joined = None if None in zeros else torch.cat(zeros)
+    return QuantizedWeight(torch.cat(codes), torch.cat(scales), joined, groups[0])
 
 
 class _Layer:
     """One decoder layer, its weights as the backend reads them fastest; they are taken out of `weights`."""
 
     def __init__(self, weights: LlamaWeights, prefix: str, ops: Ops) -> None:
-        def linear(*names: str) -> tuple[Tensor, Tensor | None]:
+        def linear(*names: str) -> tuple[Any, Tensor | None]:
             """Weight and bias of linear maps of one input, to be run as one product."""
             found = [weights.pop(f"{prefix}.{name}.weight") for name in names]
             biases = [weights.pop(key) for name in names if (key := f"{prefix}.{name}.bias") in weights]
-            packed = ops.pack_linear(torch.cat(found) if len(found) > 1 else found[0])
-            return packed, torch.cat(biases) if biases else None
+            return ops.pack_linear(_joined(found)), _joined(biases) if biases else None
 
         self.input_norm = weights.pop(f"{prefix}.input_layernorm.weight")
         self.qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -68,7 +99,7 @@ class Llama:
         """Takes the parameters out of `weights` layer by layer, so that no more than one layer is held twice."""
         self.config = config
         self.ops = ops
-        self.nbytes = sum(weight.nbytes for weight in weights.values())  # of the weights as they are held
+        self.nbytes = weights.nbytes(weights["model.norm.weight"].dtype.itemsize)  # as they are held
         self.layers = [_Layer(weights, f"model.layers.{i}", ops) for i in range(config.num_layers)]
         self.embedding = weights.pop("model.embed_tokens.weight")
         self.norm = weights.pop("model.norm.weight")
@@ -76,8 +107,8 @@ class Llama:
         self.head = ops.pack_linear(head)
         if head is self.embedding and self.head is not head:
             self.nbytes += head.nbytes  # tied, and in a layout of its own
-        self.dtype = self.embedding.dtype
-        self.device = self.embedding.device
+        self.dtype = self.norm.dtype
+        self.device = self.norm.device
         self.rope = rope_table(config, max_positions, self.device)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
@@ -87,7 +118,7 @@ class Llama:
         """
         config, ops, eps = self.config, self.ops, self.config.rms_norm_eps
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        residual = self.embedding[input_ids].float()  # rounding it in every layer costs more than all other rounding
+        residual = self._embedded(input_ids)  # rounding it in every layer costs more than all other rounding
         cos_sin = self.rope[positions]
         hidden = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
@@ -101,6 +132,12 @@ class Llama:
             hidden = ops.linear(ops.silu_mul(gate, up), *layer.down)
             hidden = ops.add_rms_norm(hidden, residual, next_norm, eps)
         return hidden
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        """[T, hidden_size] float32."""
+        if isinstance(self.embedding, Tensor):
+            return self.embedding[input_ids].float()
+        return self.embedding.codes[input_ids] * self.embedding.scales[input_ids].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token, [rows, vocab_size] float32, of rows of hidden states."""
