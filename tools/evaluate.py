@@ -1,4 +1,4 @@
-"""The compressed cache beside the full one: `python -m tools.evaluate quality|needle|rouge|knobs|importance`.
+"""The compressed cache beside the full one: `python -m tools.evaluate quality|needle|rouge|knobs|importance|wellformed`.
 
 Each subcommand loads the model once, runs it with a full cache and with compressed ones, and prints a table, or one
 JSON object with --json. It imports what is heavy itself, after parsing, so that --help is quick.
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 # What the tables for people show; --json has all.
 _COLUMNS = (
     "setting", "resident_ratio", "kl_nats", "kl_se", "noise_kl_nats", "dppl_percent", "dppl_se_percent",
-    "top1_agreement", "total_ratio", "read_bytes_per_token", "cold_hit_rate", "moves",
+    "top1_agreement", "total_ratio", "read_bytes_per_token", "cold_hit_rate", "moves", "completions", "failures", "rate",
+    "se", "cut",
 )  # fmt: skip
-_LONG = ("answers", "full_text", "tiered_text")  # what they leave out
+_LONG = ("answers", "full_text", "tiered_text", "failed", "texts")  # what they leave out
 
 
 def quality(args: argparse.Namespace) -> dict[str, Any]:
@@ -110,6 +111,19 @@ def rouge(args: argparse.Namespace) -> dict[str, Any]:
     documents = evaluate_rouge.read_documents(args.data, args.documents)
     base = _load(args, evaluate_texts.check_context(args.context, _model_context(args.model)))
     return {"model": args.model} | evaluate_rouge.report(base, settings, documents, args.context, args.max_tokens)
+
+
+def wellformed(args: argparse.Namespace) -> dict[str, Any]:
+    """Completions of code that do not parse, at equal bytes."""
+    settings = [{"kv_budget": args.kv_budget, "importance": by, **_below(args)} for by in ("score", "random", "none")]
+    _check(args, settings)
+    from tools import evaluate_wellformed as measure
+
+    tasks = measure.read_tasks(args.data, args.samples)
+    base = _load(args, _model_context(args.model))
+    rows = measure.rows(base, settings, tasks, args.samples, args.header, args.max_tokens)
+    about = {"model": args.model, "kv_budget": args.kv_budget, "header": args.header, "max_tokens": args.max_tokens}
+    return about | {"chunk": args.chunk, "rows": rows}
 
 
 def _below(args: argparse.Namespace) -> dict[str, Any]:
@@ -259,6 +273,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--documents", type=_positive, default=7, metavar="N", help="(default: %(default)s)")
     command.add_argument("--max-tokens", type=_positive, default=128, metavar="N", help="of a summary (default: 128)")
     command.add_argument("--context", type=_positive, default=4096, metavar="N", help="with the summary (4096)")
+
+    command = add(wellformed, "completions of code that do not parse, under a tight cache and with a full one")
+    add_budget(command, False, "0.22")
+    command.add_argument(
+        "--data", default="../shared/data/code-humaneval", metavar="PATH",
+        help="HumanEval.jsonl.gz, or its directory (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--samples", type=_positive, default=24, metavar="N", help="tasks (default: %(default)s)")
+    command.add_argument("--header", type=_positive, default=1400, metavar="N", help="tokens before a task (1400)")
+    command.add_argument("--max-tokens", type=_positive, default=96, metavar="N", help="of a completion (default: 96)")
 
     for function, tokens, help in (
         (knobs, 6_000, "what each setting of the tiers does to moves, bytes and KL"),
