@@ -1,4 +1,4 @@
-"""The compressed cache beside the full one: `python -m tools.evaluate quality|needle|rouge|knobs|importance|wellformed`.
+"""The compressed cache beside the full one: `python -m tools.evaluate quality|needle|rouge|knobs|importance|...`.
 
 Each subcommand loads the model once, runs it with a full cache and with compressed ones, and prints a table, or one
 JSON object with --json. It imports what is heavy itself, after parsing, so that --help is quick.
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 # What the tables for people show; --json has all.
 _COLUMNS = (
     "setting", "resident_ratio", "kl_nats", "kl_se", "noise_kl_nats", "dppl_percent", "dppl_se_percent",
-    "top1_agreement", "total_ratio", "read_bytes_per_token", "cold_hit_rate", "moves", "completions", "failures", "rate",
-    "se", "cut",
+    "top1_agreement", "total_ratio", "read_bytes_per_token", "cold_hit_rate", "moves", "completions", "failures",
+    "rate", "se", "cut",
 )  # fmt: skip
 _LONG = ("answers", "full_text", "tiered_text", "failed", "texts")  # what they leave out
 

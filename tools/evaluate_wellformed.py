@@ -2,8 +2,9 @@
 
     prompt       | solved tasks ................. | task |  answer, greedy
     full         | exact                                 |
-    score, ...   | 8, 4, 3, 2 bits by importance         |     all at the bytes of `kv_budget`, at the end of the answer
-    dropped                              | exact         |     the prompt cut to its newest tokens: the engine drops none
+    score, ...   | 8, 4, 3, 2 bits by importance         |     at most the bytes of `kv_budget`
+    dropped                              | exact         |     the prompt cut to its newest tokens, as the engine
+                                                               drops none; at its end an answer has the same bytes
 
 An answer ends where a line begins at the margin: the function is over then, and all of it has to parse (`ast.parse`).
 One that is cut by `max_tokens` is judged by its whole lines, of which the end may be missing: an open bracket there is
