@@ -3,11 +3,11 @@
 tests/test_evaluate.py has what `tools.evaluate` does; `wellformed`, which is of the same kind as the report, is here.
 """
 
+import contextlib
 import gzip
 import html.parser
+import io
 import json
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from oracle.checkpoint import TEXT, make_checkpoint
 
-from engine import LLM, RequestError, SamplingParams
+from engine import LLM, ConfigError, ModelFormatError, RequestError, SamplingParams
 from tools import evaluate, evaluate_wellformed, report, report_classes
 from tools.report_record import record
 
@@ -74,11 +74,11 @@ def make(model, prompt, tmp_path, *args, name="prompt.txt"):
     """The page and the JSON object of one run."""
     (tmp_path / name).write_bytes(prompt.encode())
     out = tmp_path / "report.html"
-    command = ["--model", model, "--prompt-file", str(tmp_path / name), "--out", str(out), "--dtype", "float32"]
-    command += ["--threads", "1", "--json", *map(str, args)]
-    done = subprocess.run([sys.executable, "-m", "tools.report", *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return Page(out), json.loads(done.stdout)
+    command = ["--model", model, "--prompt-file", tmp_path / name, "--out", out, "--dtype", "float32", "--json", *args]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert report.main([*map(str, command)]) == 0
+    return Page(out), json.loads(printed.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,9 @@ def test_tiers_are_the_engines(model, hostile):
     assert (tokens == 32).sum() == cache["hot_tokens"] and (tokens < 32).sum() == cache["warm_tokens"] > 0
     sections = [attrs["class"] for tag, attrs in page.tags if tag == "section" and "class" in attrs]
     assert sections == [f"page b{min(kind, 16)}" for kind in bits]
-    assert sum(row["tokens"] for row in data["classes"]) == len(tokens) - 1  # all but the first
+    # All but the first, and the newest, which no query has seen from a page away.
+    assert sum(row["tokens"] for row in data["classes"]) == len(tokens) - 1 - 64
+    assert [lift is None for lift in data["tokens"]["far_lift"]] == [False] * (len(tokens) - 64) + [True] * 64
     rates = [step["cold_hit_rate"] for step in data["steps"] if step["cold_hit_rate"] is not None]
     assert sum(step["moves"] for step in data["steps"]) == cache["moves"] and 0 < max(rates) < 1
     assert data["steps"][-1]["resident_bytes"] == cache["resident_bytes"]
@@ -198,13 +200,18 @@ def test_lifts_are_the_attention_of_a_dense_model(model):
     found = record(llm, ids, 5, frozenset())
     layers, length = len(cache.layers), len(found.ids)
     assert length == len(ids) + 4 and len(asked) == layers * length
+    far = np.zeros(length)
     for layer in range(layers):
         lifts, k = np.zeros(length), keys[layer].double()
         for position in range(length):
             q = asked[position * layers + layer][0].double().view(len(k), -1, k.shape[2])
             weights = (q @ k[:, : position + 1].mT * k.shape[2] ** -0.5).softmax(-1)
-            lifts[: position + 1] += weights.mean((0, 1)).numpy() * (position + 1)
+            mine = weights.mean((0, 1)).numpy() * (position + 1)
+            lifts[: position + 1] += mine
+            far[: max(position - 63, 0)] += mine[: max(position - 63, 0)] / layers
         np.testing.assert_allclose(found.lifts[layer], lifts / np.arange(length, 0, -1), rtol=1e-4)
+    np.testing.assert_allclose(found.far_lifts[:-64], far[:-64] / np.arange(length - 64, 0, -1), rtol=1e-4)
+    assert np.isnan(found.far_lifts[-64:]).all()
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="no ../shared/data/stories260k-hf")
@@ -215,7 +222,7 @@ def test_a_real_model(tmp_path):
     _, cache = engine_report(str(STORIES), prompt.removesuffix("\n"), 8, kv_budget=0.25, max_num_batched_tokens=128)
     assert data["cache"] == cache
     kinds = {row["class"]: row["tokens"] for row in data["classes"]}
-    assert kinds["newlines"] == 5 and kinds["punctuation"] >= 18
+    assert kinds["newlines"] >= 4 and kinds["punctuation"] >= 12
 
 
 # kinds of tokens
@@ -243,23 +250,17 @@ def test_structure_beside_names(model, tmp_path):
     source = "def add(a, b):\n    if a:\n        return [a + b, 12]\n    return None\n\n\n" * 4
     page, data = make(model, source, tmp_path, "--max-tokens", 4, name="add.py")
     rows = {row["class"]: row for row in data["code"]["rows"]}
-    lifts, bits = np.array(data["tokens"]["lift"]), np.array(data["tokens"]["bits"])
+    lifts, bits = data["tokens"]["far_lift"], np.array(data["tokens"]["bits"])
     kinds = report_classes.code_classes(data["tokens"]["text"])
-    mine = [i for i, kind in enumerate(kinds) if kind in ("brackets", "indentation", "keywords", "operators") and i]
+    structure = ("brackets", "indentation", "keywords", "operators")
+    mine = [i for i, kind in enumerate(kinds) if kind in structure and i and lifts[i] is not None]
     assert rows["structure"]["tokens"] == len(mine)
-    assert rows["structure"]["mean_lift"] == pytest.approx(lifts[mine].mean(), abs=1e-3)
+    assert rows["structure"]["mean_lift"] == pytest.approx(np.mean([lifts[i] for i in mine]), abs=1e-3)
     assert rows["structure"]["share_exact"] == pytest.approx((bits[mine] == 32).mean())
     assert "structure gets" in data["code"]["words"] and "h2" in [tag for tag, _ in page.tags]
 
 
 # the command
-
-
-def command(*args, env=None, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "tools.report", *map(str, args)], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, **(env or {})}, **options,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -269,60 +270,64 @@ def prompt_file(tmp_path):
     return file
 
 
-def test_ansi_without_colours_is_the_text(model, prompt_file):
-    args = ["--model", model, "--prompt-file", prompt_file, "--max-tokens", 3, "--dtype", "float32"]
-    plain = command(*args, "--ansi")
-    assert plain.returncode == 0 and plain.stdout.startswith(TEXT[:400]) and "\x1b" not in plain.stdout
-    painted = command(*args, "--ansi", "always")
-    assert re.sub(r"\x1b\[[0-9;]*m", "", painted.stdout) == plain.stdout != painted.stdout
-    assert "an even share" in painted.stderr and "4 bits" in painted.stderr  # the legend
-    main, end = pty.openpty()
-    on_a_terminal = [sys.executable, "-m", "tools.report", *map(str, args), "--ansi"]
-    subprocess.run(on_a_terminal, cwd=ROOT, stdout=end, stderr=subprocess.DEVNULL, env={**os.environ, "NO_COLOR": "1"})
-    os.close(end)
-    written = b""
-    try:
-        while part := os.read(main, 65536):
-            written += part
-    except OSError:  # the other side is closed
-        pass
-    os.close(main)
-    assert b"\x1b" not in written and written.decode().replace("\r\n", "\n") == plain.stdout
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
-def test_a_terminal_obeys_no_prompt(model, tmp_path):
+def printed(monkeypatch, *args, to=io.StringIO):
+    """What the command prints to such a stream."""
+    monkeypatch.setattr(sys, "stdout", stream := to())
+    assert report.main([*map(str, args)]) == 0
+    return stream.getvalue()
+
+
+def test_ansi_without_colours_is_the_text(model, prompt_file, monkeypatch, capsys):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    args = ["--model", model, "--prompt-file", prompt_file, "--max-tokens", 3, "--dtype", "float32", "--ansi"]
+    plain = printed(monkeypatch, *args)
+    assert plain.startswith(TEXT[:400]) and "\x1b" not in plain
+    assert "even share" not in capsys.readouterr().err
+    for when, stream in ((["always"], io.StringIO), ([], Terminal)):
+        painted = printed(monkeypatch, *args, *when, to=stream)
+        assert re.sub(r"\x1b\[[0-9;]*m", "", painted) == plain != painted
+        legend = capsys.readouterr().err
+        assert "an even share" in legend and "4 bits" in legend
+    assert printed(monkeypatch, *args, "never", to=Terminal) == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert printed(monkeypatch, *args, to=Terminal) == plain
+
+
+def test_a_terminal_obeys_no_prompt(model, tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text("red \x1b[31m and \x07 bell \x9b2J" + TEXT[:200])
-    painted = command("-m", model, "-f", tmp_path / "p.txt", "--ansi", "always", "-n", 2)
-    assert painted.returncode == 0, painted.stderr
-    left = re.sub(r"\x1b\[[0-9;]*m", "", painted.stdout)
+    painted = printed(monkeypatch, "-m", model, "-f", tmp_path / "p.txt", "--ansi", "always", "-n", 2)
+    left = re.sub(r"\x1b\[[0-9;]*m", "", painted)
     assert not set(left) & set("\x1b\x07\x9b") and "\u241b[31m" in left
 
 
 @pytest.mark.parametrize(
-    "change, words, code",
+    "change, error, words",
     [
-        ({"--prompt-file": "missing.txt"}, "missing.txt: cannot be read", 2),
-        ({"--prompt-file": "empty.txt"}, "the prompt is empty", 2),
-        ({"--prompt-file": "bytes.txt"}, "not UTF-8 text: byte 1", 2),
-        ({"--prompt-file": "long.txt"}, "the model's context has 1024", 2),
-        ({"--prompt-file": "broken.json"}, "not JSON", 2),
-        ({"--out": "."}, "is a directory", 2),
-        ({"--out": "none/report.html"}, "there is no directory", 2),
-        ({"--max-tokens": "0"}, "--max-tokens must be 1 at least, got 0", 2),
-        ({"--kv-budget": "0"}, "kv_budget", 3),
-        ({"--model": "no-such-model"}, "no-such-model", 3),
+        ({"--prompt-file": "missing.txt"}, RequestError, "missing.txt: cannot be read"),
+        ({"--prompt-file": "empty.txt"}, RequestError, "the prompt is empty"),
+        ({"--prompt-file": "bytes.txt"}, RequestError, "not UTF-8 text: byte 1"),
+        ({"--prompt-file": "long.txt"}, RequestError, "the model's context has 1024"),
+        ({"--prompt-file": "broken.json"}, RequestError, "not JSON"),
+        ({"--out": "."}, RequestError, "is a directory"),
+        ({"--out": "none/report.html"}, RequestError, "there is no directory"),
+        ({"--max-tokens": "0"}, RequestError, "--max-tokens must be 1 at least, got 0"),
+        ({"--kv-budget": "0"}, ConfigError, "kv_budget"),
+        ({"--model": "no-such-model"}, ModelFormatError, "no-such-model"),
     ],
 )
-def test_what_is_wrong_is_said(model, tmp_path, monkeypatch, change, words, code):
+def test_what_is_wrong_is_said(model, tmp_path, monkeypatch, change, error, words):
     for name, text in (("ok.txt", b"a"), ("empty.txt", b"\n"), ("bytes.txt", b"a\xff"), ("broken.json", b"[")):
         (tmp_path / name).write_bytes(text)
     (tmp_path / "long.txt").write_text(TEXT * 5)
+    monkeypatch.chdir(tmp_path)
     options = {"--model": model, "--prompt-file": "ok.txt", "--out": "report.html"} | change
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.report", *(word for pair in options.items() for word in pair)], cwd=tmp_path,
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == code and words in done.stderr and "Traceback" not in done.stderr
+    with pytest.raises(error, match=re.escape(words)):
+        report.main([word for pair in options.items() for word in pair])
     assert not (tmp_path / "report.html").exists() and not list(tmp_path.glob(".report*"))
 
 
@@ -342,15 +347,22 @@ def test_a_report_replaces_the_one_before_or_leaves_it(model, prompt_file, tmp_p
     assert out.read_text() == "after"
 
 
-def test_nothing_to_do_is_a_usage_error(model, prompt_file):
+def test_a_known_error_is_one_line(model, tmp_path):
+    command = [sys.executable, "-m", "tools.report", "-m", model, "-f", tmp_path / "none.txt", "-o", "report.html"]
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_nothing_to_do_is_a_usage_error(model, prompt_file, capsys):
     for args in (
         [],
         ["--model", model],
         ["-m", model, "-f", prompt_file],
         ["-m", model, "-f", prompt_file, "--ansi", "--json"],
     ):
-        done = command(*args)
-        assert done.returncode == 2 and "usage:" in done.stderr and "give" in done.stderr
+        with pytest.raises(SystemExit, match="2"):
+            report.main([*map(str, args)])
+        assert "usage:" in (said := capsys.readouterr().err) and "give" in said
 
 
 def test_a_conversation(tmp_path):

@@ -280,8 +280,8 @@ def _parser() -> argparse.ArgumentParser:
         "--data", default="../shared/data/code-humaneval", metavar="PATH",
         help="HumanEval.jsonl.gz, or its directory (default: %(default)s)",
     )  # fmt: skip
-    command.add_argument("--samples", type=_positive, default=24, metavar="N", help="tasks (default: %(default)s)")
-    command.add_argument("--header", type=_positive, default=1400, metavar="N", help="tokens before a task (1400)")
+    command.add_argument("--samples", type=_positive, default=20, metavar="N", help="tasks (default: %(default)s)")
+    command.add_argument("--header", type=_positive, default=1100, metavar="N", help="tokens before a task (1100)")
     command.add_argument("--max-tokens", type=_positive, default=96, metavar="N", help="of a completion (default: 96)")
 
     for function, tokens, help in (

@@ -4,7 +4,8 @@
     full         | exact                                 |
     score, ...   | 8, 4, 3, 2 bits by importance         |     at most the bytes of `kv_budget`
     dropped                              | exact         |     the prompt cut to its newest tokens, as the engine
-                                                               drops none; at its end an answer has the same bytes
+                                                               drops none: as many as have 16 bits an element in the
+                                                               same bytes when the answer ends
 
 An answer ends where a line begins at the margin: the function is over then, and all of it has to parse (`ast.parse`).
 One that is cut by `max_tokens` is judged by its whole lines, of which the end may be missing: an open bracket there is
@@ -18,6 +19,7 @@ import codeop
 import gzip
 import json
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,10 +95,10 @@ def rows(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for the full cache, each of the settings, and the prompt cut to the bytes of their kv_budget."""
     asked = prompts(base, tasks, samples, header)
-    same = {"enable_prefix_caching": False, "max_num_seqs": _TOGETHER}
-    exact = base.twin(**same)
-    full_bytes = exact._cache.config.token_bytes
-    budget = settings[0]["kv_budget"]
+    exact = base.twin(max_num_seqs=_TOGETHER)  # shares the header, which changes nothing where all is exact
+    token_bytes = exact._cache.config.token_bytes
+    narrow = exact._cache.config.itemsize // 2  # how much smaller elements of 16 bits are
+    budget = settings[0]["kv_budget"] * narrow
     bos = [] if base.tokenizer is None or base.tokenizer.bos_id is None else [base.tokenizer.bos_id]
     dropped = []
     for tokens in asked:
@@ -104,21 +106,24 @@ def rows(
         if kept < 1:
             raise RequestError(
                 f"--max-tokens {max_tokens}: nothing of a prompt of {len(tokens)} tokens is left beside them at "
-                f"{budget} of the bytes; use a longer --header"
+                f"{budget:g} of them; use a longer --header"
             )
-        dropped.append(bos + tokens[-kept:])
-    runs = [("full cache", exact, asked)]
-    runs += [(f"importance {changes['importance']}", base.twin(**same, **changes), asked) for changes in settings]
-    runs += [("dropped: the prompt's newest tokens", exact, dropped)]
+        dropped.append(tokens if kept + len(bos) >= len(tokens) else bos + tokens[-kept:])
+    runs = [("full cache", exact, asked, token_bytes)]
+    runs.append(("dropped: newest tokens, 16 bits", exact, dropped, token_bytes * narrow))
+    for changes in settings:  # a header that several share would cost each of them less
+        llm = base.twin(max_num_seqs=_TOGETHER, enable_prefix_caching=False, **changes)
+        runs.append((f"importance {changes['importance']}", llm, asked, token_bytes))
     found = []
     with Progress(total=len(runs) * samples, desc="Completing", shown=True) as bar:
-        for name, llm, given in runs:
+        for name, llm, given, full_bytes in runs:
             outputs: list[RequestOutput] = []
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop=_STOPS)
             for first in range(0, samples, _TOGETHER):
                 outputs += llm.generate(given[first : first + _TOGETHER], params, use_tqdm=False)
                 bar.update(len(outputs) - first)
-            found.append(_row(name, outputs, tasks, asked, full_bytes))
+            found.append(row := _row(name, outputs, tasks, asked, full_bytes))
+            print(f"{name}: {row['failures']} of {samples} do not parse", file=sys.stderr)  # it takes minutes
     return found
 
 

@@ -186,7 +186,7 @@ def _data(record: Record, is_code: bool) -> dict[str, Any]:
     """Rows of the kinds of tokens, and for source code what is structure and what are names."""
     from tools import report_classes
 
-    measured = (record.lifts.mean(0), record.scores, record.bits, record.exact_bits, record.recalled)
+    measured = (record.far_lifts, record.scores, record.bits, record.exact_bits, record.recalled)
     data: dict[str, Any] = {"classes": report_classes.table(report_classes.classes(record.pieces), *measured)}
     kinds = report_classes.code_classes(record.pieces) if is_code else []
     both = report_classes.groups(kinds, *measured) if is_code else []
@@ -238,6 +238,7 @@ def _object(record: Record, settings: dict[str, Any], data: dict[str, Any]) -> d
             "text": record.pieces,
             "bits": record.bits.tolist(),
             "lift": record.lifts.mean(0).round(4).tolist(),
+            "far_lift": [None if lift != lift else round(lift, 4) for lift in record.far_lifts.tolist()],
             "recalled": None if record.recalled is None else record.recalled.round(4).tolist(),
         },
         "lift_by_layer": record.lifts.round(4).tolist(),

@@ -114,11 +114,12 @@ def table(
     kinds: list[str], lifts: np.ndarray, scores: np.ndarray, bits: np.ndarray, exact_bits: int,
     recalled: np.ndarray | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each class, the one with the largest mean lift first; all arrays [tokens]. The first token is left out:
-    queries leave there what they need nowhere, a hundred times an even share, whatever it is."""
-    names = np.array(kinds)
-    names[:1] = ""
-    rows = [_row(name, names == name, lifts, scores, bits, exact_bits, recalled) for name in sorted({*kinds[1:]})]
+    """A row for each class, the one with the largest mean lift first; all arrays [tokens]; lifts: `Record.far_lifts`.
+    Left out are the tokens that have none, and the first one: queries leave there what they need nowhere, a hundred
+    times an even share, whatever it is."""
+    names = np.where(_counted(lifts), kinds, "")
+    found = sorted({*names.tolist()} - {""})
+    rows = [_row(name, names == name, lifts, scores, bits, exact_bits, recalled) for name in found]
     return sorted(rows, key=lambda row: -row["mean_lift"])
 
 
@@ -129,11 +130,14 @@ def groups(
     """Structure and names of source code, as rows of `table`; none for what there is not."""
     rows = []
     for name, members in (("structure", STRUCTURE), ("names", NAMES)):
-        chosen = np.isin(kinds, members)
-        chosen[:1] = False
+        chosen = np.isin(kinds, members) & _counted(lifts)
         if chosen.any():
             rows.append(_row(name, chosen, lifts, scores, bits, exact_bits, recalled))
     return rows
+
+
+def _counted(lifts: np.ndarray) -> np.ndarray:
+    return ~np.isnan(lifts) & (np.arange(len(lifts)) > 0)
 
 
 def _row(

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.report_charts import charts, size, tier
+from tools.report_charts import charts, tier
+from tools.report_charts import size as in_bytes
 from tools.report_record import Record
 
 _HERE = Path(__file__).parent
@@ -41,6 +42,7 @@ def render(record: Record, facts: dict[str, str], data: dict[str, Any], kv_budge
     style, script = (_read(name) for name in ("report.css", "report.js"))
     policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
     layers = record.lifts.shape[0]
+    size = record.report["page_size"]
     views = [lift_level(record.lifts.mean(0)), level(record.scores), *map(lift_level, record.lifts)]
     names = [f"attention, mean of {layers} layers", "page score", *(f"attention, layer {i + 1}" for i in range(layers))]
     options = "".join(f"<option>{name}</option>" for name in names)
@@ -61,8 +63,9 @@ def render(record: Record, facts: dict[str, str], data: dict[str, Any], kv_budge
 <div class="charts">{charts(record, kv_budget)}</div>
 <details><summary>All steps as a table</summary><div class="scroll">{_steps(record)}</div></details></section>
 <section><h2>Kinds of tokens</h2>
-<p>Most attended first. A lift of 1 is an even share of the attention; the first token is left out. Pages of
-{record.report["page_size"]} tokens go down whole, so bits differ between kinds only as far as their pages do.</p>
+<p>Attention by queries that come at least {size} tokens later, a page, most attended first; a lift of 1 is an even
+share. Left out: the first token, and the newest ones, which no such query has seen. Pages go down whole, so bits
+differ between kinds only as far as their pages do.</p>
 <div class="scroll">{_classes(data["classes"])}</div></section>
 {_code(data["code"])}
 <section><h2>The text</h2>
@@ -146,8 +149,10 @@ _HEADS = {
 
 
 def _classes(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return "<p>The text is too short: no query comes a page behind any of its tokens.</p>"
     names = [name for name in _HEADS if any(row[name] is not None for row in rows)]
-    most = max((row["mean_lift"] for row in rows), default=1.0) or 1.0
+    most = max(row["mean_lift"] for row in rows) or 1.0
     body = []
     for row in rows:
         cells = [_cell(name, row[name]) for name in names]
@@ -176,8 +181,8 @@ def _steps(record: Record) -> str:
     heads += ["resident", "exact cache", "copies", "moves", "cold hits"]
     body = [
         [str(i), "prompt" if step.is_prompt else "answer", str(step.tokens),
-         *(str(step.pages.get(bits, 0)) for bits in formats), size(step.resident_bytes), size(step.full_bytes),
-         size(step.cold_bytes), str(step.moves), "-" if step.cold_hit_rate is None else f"{step.cold_hit_rate:.1%}"]
+         *(str(step.pages.get(bits, 0)) for bits in formats), in_bytes(step.resident_bytes), in_bytes(step.full_bytes),
+         in_bytes(step.cold_bytes), str(step.moves), "-" if step.cold_hit_rate is None else f"{step.cold_hit_rate:.1%}"]
         for i, step in enumerate(record.steps, 1)
     ]  # fmt: skip
     return _table(heads, body)

@@ -5,7 +5,8 @@
 Attention: every query of an answer and some of each chunk of the prompt are asked once more with their logits kept, as
 memory/observation.py does, but nothing is summed over pages. A token's *lift* in a layer is the share of the attention
 that it got, over the share that it would get if the query attended to all that it sees alike; the mean over the heads,
-and over the queries that see it. So 1 is an even share, whatever the length.
+and over the queries that see it. So 1 is an even share, whatever the length. Neighbours get most, and lie in pages that
+are exact anyway: for what matters to the cache there are the lifts by queries that come a page later, or more.
 """
 
 from __future__ import annotations
@@ -54,9 +55,13 @@ class Page:
 
 @dataclass
 class Record:
-    """What the cache held behind the last step that left the request running. pieces[i] is the text of token i: of
-    characters that several tokens spell, all is the last one's. lifts [layers, tokens]. recalled [tokens]: how often,
-    of all layers, KV heads and steps of the answer, the token was read from its copy; None without recall."""
+    """What the cache held when the answer was there.
+
+    pieces[i] is the text of token i: of characters that several tokens spell, all is the last one's. lifts [layers,
+    tokens]; far_lifts [tokens]: the layers' mean by queries at least a page later, NaN where there is none. recalled
+    [tokens]: how often, of all layers, KV heads and steps of the answer, the token was read from its copy; None without
+    recall.
+    """
 
     pieces: list[str]
     ids: list[int]
@@ -65,6 +70,7 @@ class Record:
     steps: list[Step] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     lifts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    far_lifts: np.ndarray = field(default_factory=lambda: np.zeros(0))
     recalled: np.ndarray | None = None
     report: dict[str, Any] = field(default_factory=dict)  # KVCache.report
     finish_reason: str | None = None
@@ -94,7 +100,8 @@ class Recorder:
         self._columns = torch.zeros(0, dtype=torch.long)  # of each token's logits
         self._copied = torch.zeros(0, dtype=torch.bool)  # tokens that can be recalled
         self._lifts = np.zeros((len(self._layers), most_tokens))
-        self._seen = np.zeros(most_tokens)
+        self._seen = np.zeros(most_tokens)  # queries that see each token
+        self._far_lifts, self._far_seen = np.zeros(most_tokens), np.zeros(most_tokens)
         self._reads = np.zeros(most_tokens)
         self._num_reads = 0  # heads and layers and queries that recalled
 
@@ -120,6 +127,11 @@ class Recorder:
     def lifts(self, length: int) -> np.ndarray:
         """[layers, length]."""
         return self._lifts[:, :length] / np.maximum(self._seen[:length], 1)
+
+    def far_lifts(self, length: int) -> np.ndarray:
+        """[length]; see `Record`."""
+        seen = np.where(self._far_seen[:length] > 0, self._far_seen[:length], np.nan)
+        return self._far_lifts[:length] / seen / len(self._layers)
 
     def recalled(self, length: int) -> np.ndarray | None:
         """See `Record`."""
@@ -164,10 +176,13 @@ class Recorder:
         out: Tensor = self._ops.decode_attention(q, cache, plan, scale, logits, lse)
         shares = (logits - lse[..., None]).exp2_()[..., self._columns].cpu()  # [N, Hq, length]
         visible = length - self._after[:, None]
-        layer = self._layers[id(cache)]
-        self._lifts[layer, :length] += (shares.mean(1).numpy() * visible).sum(0)
+        layer, lifts = self._layers[id(cache)], shares.mean(1).numpy() * visible
+        far = np.arange(length) < visible - cache.k.shape[2]
+        self._lifts[layer, :length] += lifts.sum(0)
+        self._far_lifts[:length] += (lifts * far).sum(0)
         if layer == 0:
             self._seen[:length] += (np.arange(length) < visible).sum(0)
+            self._far_seen[:length] += far.sum(0)
         if plan.recall is not None and plan is self._plan:
             self._note_reads(shares[0].unflatten(0, (len(cache.k), -1)), plan.recall.counts[0])
         return out
@@ -212,7 +227,8 @@ def record(llm: LLM, prompt: list[int], max_tokens: int, ends: frozenset[int]) -
     result.report, result.pages = cache.report(sequence), _pages(cache, sequence)
     result.ids, length = request.tokens[: sequence.length], sequence.length
     llm.abort(request_id)
-    result.lifts, result.recalled = recorder.lifts(length), recorder.recalled(length)
+    result.lifts, result.far_lifts = recorder.lifts(length), recorder.far_lifts(length)
+    result.recalled = recorder.recalled(length)
     result.pieces = pieces(llm, result.ids)
     return result
 
