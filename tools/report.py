@@ -213,7 +213,7 @@ def _facts(llm: LLM, record: Record, args: argparse.Namespace) -> dict[str, str]
         "with the copies": f"{size(total)} = {total / full:.3f}",
         "at most, with a chunk": size(cache["peak_bytes"]),
         "exact, compressed": f"{cache['hot_tokens']}, {cache['warm_tokens']} tokens",
-        "moves": f"{cache['moves']} of {len(record.pages)} pages",
+        "moves": f"{cache['moves']}, by {len(record.pages)} pages",
         "attention to compressed": f"{cache['warm_mass']:.0%}",
     }
     if cache["cold_hit_rate"]:

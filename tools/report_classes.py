@@ -137,7 +137,8 @@ def groups(
 
 
 def _counted(lifts: np.ndarray) -> np.ndarray:
-    return ~np.isnan(lifts) & (np.arange(len(lifts)) > 0)
+    counted: np.ndarray = ~np.isnan(lifts) & (np.arange(len(lifts)) > 0)
+    return counted
 
 
 def _row(

@@ -29,7 +29,8 @@ _CONTROLS = {0: "\N{REPLACEMENT CHARACTER}", 13: "&#13;"}
 
 def level(values: np.ndarray) -> np.ndarray:
     """Shades 0 to LEVELS - 1 of values in [0, 1]; NaN, of what has no score yet, has none."""
-    return np.minimum(np.nan_to_num(values, nan=0.0) * LEVELS, LEVELS - 1).astype(int)
+    shades: np.ndarray = np.minimum(np.nan_to_num(values, nan=0.0) * LEVELS, LEVELS - 1).astype(int)
+    return shades
 
 
 def lift_level(lifts: np.ndarray) -> np.ndarray:
