@@ -412,9 +412,11 @@ def test_wellformed_as_a_command(model, tmp_path, capsys):
     assert names[0] == "full cache" and names[1].startswith("dropped") and len(names) == 5
     for row in rows:
         assert row["completions"] == len(row["texts"]) == 3 and row["failures"] == len(row["failed"])
+        assert row["empty"] == sum(not text.strip() for text in row["texts"])
         assert row["rate"] == row["failures"] / 3 and 0 <= row["cut"] <= 3
         for task, text in zip(tasks, row["texts"], strict=False):
-            judged = {evaluate_wellformed.is_wellformed(task["prompt"], text, cut) for cut in (True, False)}
+            asked = task["prompt"].rstrip("\n")
+            judged = {evaluate_wellformed.is_wellformed(asked, text, cut) for cut in (True, False)}
             assert (task["task_id"] not in row["failed"]) in judged
     assert rows[0]["resident_ratio"] >= 1 > 0.7 > rows[2]["resident_ratio"] and rows[1]["resident_ratio"] < 0.4
 

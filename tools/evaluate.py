@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _COLUMNS = (
     "setting", "resident_ratio", "kl_nats", "kl_se", "noise_kl_nats", "dppl_percent", "dppl_se_percent",
     "top1_agreement", "total_ratio", "read_bytes_per_token", "cold_hit_rate", "moves", "completions", "failures",
-    "rate", "se", "cut",
+    "rate", "se", "empty", "cut",
 )  # fmt: skip
 _LONG = ("answers", "full_text", "tiered_text", "failed", "texts")  # what they leave out
 

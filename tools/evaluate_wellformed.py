@@ -63,7 +63,13 @@ def prompts(llm: LLM, tasks: Sequence[dict[str, str]], samples: int, header_toke
         length = len(llm.tokenizer.encode(header))
     if length < header_tokens:
         raise RequestError(f"--header {header_tokens}: the other tasks have {length} tokens together")
-    return [llm.tokenizer.encode(header + task["prompt"]) for task in tasks[:samples]]
+    return [llm.tokenizer.encode(header + _asked(task)) for task in tasks[:samples]]
+
+
+def _asked(task: dict[str, str]) -> str:
+    """The prompt of a task without the newline at its end: tokens hold it together with the spaces behind it, and a
+    model that reads it alone ends the function there."""
+    return task["prompt"].rstrip("\n")
 
 
 def is_wellformed(prompt: str, completion: str, cut: bool) -> bool:
@@ -123,7 +129,7 @@ def rows(
                 outputs += llm.generate(given[first : first + _TOGETHER], params, use_tqdm=False)
                 bar.update(len(outputs) - first)
             found.append(row := _row(name, outputs, tasks, asked, full_bytes))
-            said = f"{name}: {row['failures']} of {samples} do not parse, {row['resident_ratio']:.3f} of the bytes"
+            said = f"{name}: {row['failures']} of {samples} do not parse, {row['empty']} are empty"
             print(said, file=sys.stderr)  # the next one takes minutes
     return found
 
@@ -135,7 +141,7 @@ def _row(
     for output, task, prompt in zip(outputs, tasks, asked, strict=False):
         # The answer's last token is never computed.
         ratios.append(output.cache_report["resident_bytes"] / ((len(prompt) + len(output.token_ids) - 1) * token_bytes))
-        if not is_wellformed(task["prompt"], output.text, output.finish_reason == "length"):
+        if not is_wellformed(_asked(task), output.text, output.finish_reason == "length"):
             failed.append(task["task_id"])
     rate = len(failed) / len(outputs)
     return {
@@ -145,6 +151,7 @@ def _row(
         "failures": len(failed),
         "rate": rate,
         "se": math.sqrt(rate * (1 - rate) / len(outputs)),
+        "empty": sum(not output.text.strip() for output in outputs),  # these parse, and say nothing
         "cut": sum(output.finish_reason == "length" for output in outputs),
         "failed": failed,
         "texts": [output.text for output in outputs],
