@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 _COLUMNS = (
     "setting", "resident_ratio", "kl_nats", "kl_se", "noise_kl_nats", "dppl_percent", "dppl_se_percent",
     "top1_agreement", "weights_bytes", "total_ratio", "read_bytes_per_token", "cold_hit_rate", "moves",
+    "completions", "failures", "rate", "se", "empty", "cut",
 )  # fmt: skip
 _QUANTIZED = (
     "setting", "scored_tokens", "ppl_full", "ppl", "dppl_percent", "dppl_se_percent", "kl_nats", "kl_se",
     "top1_agreement", "weights_bytes",
 )  # fmt: skip
-_LONG = ("answers", "full_text", "tiered_text")  # what they leave out
+_LONG = ("answers", "full_text", "tiered_text", "failed", "texts")  # what they leave out
 
 
 def quality(args: argparse.Namespace) -> dict[str, Any]:
@@ -151,6 +152,19 @@ def quantization(args: argparse.Namespace) -> dict[str, Any]:
         row = measure.row(comparison, i, {}) | {"setting": name, "weights_bytes": llm.stats()["weights_bytes"]}
         rows.append({column: row[column] for column in _QUANTIZED})
     return about | {"weights_bytes_full": base.stats()["weights_bytes"], "rows": rows}
+
+
+def wellformed(args: argparse.Namespace) -> dict[str, Any]:
+    """Completions of code that do not parse, at equal bytes."""
+    settings = [{"kv_budget": args.kv_budget, "importance": by, **_below(args)} for by in ("score", "random", "none")]
+    _check(args, settings)
+    from tools import evaluate_wellformed as measure
+
+    tasks = measure.read_tasks(args.data, args.samples)
+    base = _load(args, _model_context(args.model))
+    rows = measure.rows(base, settings, tasks, args.samples, args.header, args.max_tokens)
+    about = {"model": args.model, "kv_budget": args.kv_budget, "header": args.header, "max_tokens": args.max_tokens}
+    return about | {"chunk": args.chunk, "rows": rows}
 
 
 def _below(args: argparse.Namespace) -> dict[str, Any]:
@@ -317,6 +331,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--checkpoint", nargs="+", default=[], metavar="DIR", help="rows for what tools.quantize wrote, too"
     )
+
+    command = add(wellformed, "completions of code that do not parse, under a tight cache and with a full one")
+    add_budget(command, False, "0.22")
+    command.add_argument(
+        "--data", default="../shared/data/code-humaneval", metavar="PATH",
+        help="HumanEval.jsonl.gz, or its directory (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--samples", type=_positive, default=20, metavar="N", help="tasks (default: %(default)s)")
+    command.add_argument("--header", type=_positive, default=1100, metavar="N", help="tokens before a task (1100)")
+    command.add_argument("--max-tokens", type=_positive, default=96, metavar="N", help="of a completion (default: 96)")
 
     for function, tokens, help in (
         (knobs, 6_000, "what each setting of the tiers does to moves, bytes and KL"),
