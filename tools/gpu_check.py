@@ -260,7 +260,10 @@ def main(argv: list[str] | None = None) -> int:
 
     from tools import gpu_engine, gpu_speed
     from tools.bench import print_table
+    from tools.interpreter import hurry
 
+    if device == "cpu":
+        hurry()
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "interpreter",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}",

@@ -14,7 +14,7 @@ TENSOR_CORE = re.compile(r"(?<![.\w])[A-Z]+MMA\b")  # not HFMA2.MMA, which is no
 
 
 def compile_for(target: str, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The kernel that `function[grid](*args, **options)` would get on the target; uses internals of Triton 3.9."""
+    """The kernel that `function[grid](*args, **options)` would get on the target. Uses internals of Triton: 3.6, 3.9."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -22,7 +22,9 @@ def compile_for(target: str, function: Any, args: tuple[Any, ...], options: dict
 
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
     backend = make_backend(gpu)
-    options = {"debug": False, "instrumentation_mode": "", "fpsan_homomorphic_casts": False, **options}
+    defaults = {"debug": False, "instrumentation_mode": "", "fpsan_homomorphic_casts": False}
+    known = backend.parse_options({}).__dict__  # by this version of Triton
+    options = {**{name: value for name, value in defaults.items() if name in known}, **options}
     bind = create_function_from_signature(function.signature, function.params, backend)
     bound, specialization, bound_options = bind(*args, **options)
     parsed, *specialized = function._pack_args(backend, options, bound, specialization, bound_options)

@@ -45,6 +45,7 @@ def tiny(tmp_path, monkeypatch):
     return gpu_engine.Scale(str(tmp_path), *list(vars(TINY).values())[1:])
 
 
+@pytest.mark.timeout(1200)  # the interpreter, on a machine that does other work
 def test_the_command_agrees(tmp_path):
     command = [sys.executable, "-m", "tools.gpu_check", "--output", str(tmp_path / "report.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
