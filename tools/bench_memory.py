@@ -32,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
     operation allocates and frees inside itself is not seen."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
@@ -132,7 +132,7 @@ def _run(llm: LLM, context: int, decode: int, direct_state: bool, seed: int) -> 
     (request,) = llm._scheduler.waiting
     chunk = llm.config.max_num_batched_tokens
     if direct_state:
-        _fill(llm._cache, request.sequence, (len(prompt) - 1) // chunk * chunk, chunk)
+        _fill(llm._cache, request.sequence, max(0, len(prompt) - chunk), chunk)
     with Progress(total=context, desc="Computing", unit="token", initial=request.sequence.length, shown=True) as bar:
         while llm.has_unfinished_requests():
             llm.step()
@@ -143,7 +143,7 @@ def _run(llm: LLM, context: int, decode: int, direct_state: bool, seed: int) -> 
 def _fill(cache: KVCache, sequence: CachedSequence, length: int, chunk: int) -> None:
     """Bring the sequence to that length, as chunks would, with random keys and values."""
     values = torch.randn(cache._frames.page_shape).to(cache.layers[0].k)
-    for end in range(chunk, length + 1, chunk):
+    for end in [*range(chunk, length, chunk), *[length] * (length > 0)]:
         cache.reserve(sequence, end)
         for page in sequence.pages[sequence.length // cache.config.page_size :]:
             cache._frames.write(page, values, False)

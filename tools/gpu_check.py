@@ -273,10 +273,10 @@ def main(argv: list[str] | None = None) -> int:
         tiny = gpu_engine.Scale(directory, "float32", (70,), (10, 70), 3)
         budget = gpu_engine.Budget(60 * args.minutes)
         if device == "cuda":
-            setup = gpu_speed.CudaTimer(), gpu_engine.REAL, budget, args.peer_python, gpu_speed.peaks()
+            roof = gpu_speed.peaks()
+            report |= check(device, gpu_speed.CudaTimer(), gpu_engine.REAL, budget, args.peer_python, roof)
         else:
-            setup = gpu_speed.NoTimer(), tiny, budget, args.peer_python, None
-        report |= check(device, *setup)
+            report |= check(device, gpu_speed.NoTimer(), tiny, budget, args.peer_python, None)
     if args.output:
         args.output.write_text(json.dumps(report, indent=1))
     if args.json:

@@ -23,7 +23,8 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     torch.set_default_dtype(getattr(torch, asked["dtype"]))
     with torch.device(asked["device"]), torch.inference_mode():
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**asked["config"])).eval()
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**asked["config"]))
+        model.eval()
         for length in sorted({*asked["prefills"], *asked["decodes"]}):
             ids = torch.randint(0, asked["config"]["vocab_size"], (1, length))
             for _ in range(1 + (length == min(asked["prefills"]))):  # the first prompt warms up

@@ -14,7 +14,7 @@ TENSOR_CORE = re.compile(r"(?<![.\w])[A-Z]+MMA\b")  # not HFMA2.MMA, which is no
 
 
 def compile_for(target: str, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The kernel that `function[grid](*args, **options)` would get on the target. Uses internals of Triton: 3.6, 3.9."""
+    """The kernel that `function[grid](*args, **options)` would get on the target. By internals of Triton (3.6, 3.9)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend

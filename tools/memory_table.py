@@ -72,7 +72,7 @@ def tokens_per_second(model: str, plan: dict[str, Any], weights: str | None, gro
     read = plan["weights_bytes"] - table + plan["kv_bytes"]["hot"] + plan["kv_bytes"]["warm"]
     link = plan["read_ms_per_token"][LINKS[gpu]] / 1e3
     read += plan["kv_bytes"]["warm"] / 2 if link else 0
-    return 1 / (read / bandwidth + link)
+    return float(1 / (read / bandwidth + link))
 
 
 def memory_rows(planner: Planner, chunk: int) -> Iterator[dict[str, Any]]:

@@ -56,7 +56,7 @@ def test_the_command_agrees(tmp_path):
     assert {row["kernel"] for row in report["speed"]} == {f"{name}[tiny]" for name in profile_kernels.OPS}
     assert not [row for row in report["speed"] if row["measured_us"] is not None]
     speeds = {(row["weights"], row["kv"]): row["tok_s"] for row in report["engine"] if row["what"] == "decode"}
-    assert {("bfloat16", "exact"), ("bfloat16", "0.33"), ("bfloat16", "0.25, recall 0.05")} <= speeds.keys()
+    assert {("exact", "exact"), ("exact", "0.33"), ("exact", "0.25, recall 0.05")} <= speeds.keys()
     assert "| part | what |" in done.stdout and "everything agrees" in done.stdout and "no GPU here" in done.stderr
 
 
@@ -96,7 +96,7 @@ def test_the_engine_is_timed(tiny):
 
 
 def test_what_is_refused_is_skipped_with_the_reason(tiny):
-    case = gpu_engine.Case("bfloat16", "too small", {"kv_budget": 0.01})
+    case = gpu_engine.Case("exact", "too small", {"kv_budget": 0.01})
     (row,) = gpu_engine.engine_rows(tiny, [case], gpu_engine.Budget(600), None)
     assert row["tok_s"] is None and row["note"].startswith("skipped: kv_budget 0.01 is less than")
 
