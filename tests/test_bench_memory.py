@@ -6,8 +6,8 @@ import pytest
 import torch
 from oracle.checkpoint import make_checkpoint
 
-from engine import ConfigError, SamplingParams
-from tools import bench
+from engine import CapacityError, ConfigError, SamplingParams
+from tools import bench, bench_memory
 from tools.bench_memory import LiveBytes
 from tools.random_model import random_llm
 
@@ -59,6 +59,12 @@ def test_measured_is_as_planned(capsys, directory, options):
 def test_what_is_refused(directory, options, words):
     with pytest.raises(ConfigError, match=words):
         bench.main(["memory", "--model", str(directory), "--context", "600", *options])
+
+
+def test_what_does_not_fit_says_what_does(directory, monkeypatch):
+    monkeypatch.setattr(bench_memory, "free_memory_bytes", lambda device: 15_000_000)
+    with pytest.raises(CapacityError, match=r"planned to take 0.02 GB, 0.01 GB are free: [1-9]\d* tokens fit"):
+        bench.main(["memory", "--model", str(directory), "--context", "5000", "--dtype", "float32"])
 
 
 def test_an_engine_of_random_weights(directory):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import LLM, ConfigError, SamplingParams
+from engine import LLM, CapacityError, ConfigError, SamplingParams
 from engine.config import EngineConfig
-from engine.metrics import peak_rss_bytes
+from engine.metrics import free_memory_bytes, peak_rss_bytes
 from engine.progress import Progress
 from memory.cache import KVCache
 from memory.prefix import CachedSequence
@@ -71,7 +71,14 @@ def measure(model: str, context: int, decode: int, direct_state: bool, seed: int
     gpu = torch.cuda.is_available()
     shape, quantization = memory_plan.shape(model), settings.get("quantization")
     # The plan of Triton's operations is that of a GPU, also where the interpreter runs them.
-    planned = memory_plan.plan(shape, config, quantization, on_cpu=not gpu and config.backend != "triton")
+    free = free_memory_bytes(torch.device("cuda" if gpu else "cpu"))
+    planned = memory_plan.plan(shape, config, quantization, free, on_cpu=not gpu and config.backend != "triton")
+    needed = planned["total_bytes"] + (0 if gpu else planned["host_bytes"])
+    if free is not None and needed > free:
+        raise CapacityError(
+            f"{model} with {context} tokens is planned to take {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free: "
+            f"{planned['max_context']} tokens fit; or use a smaller --kv-budget, --quantization, or a smaller model"
+        )
     before = _begin(gpu)
     begun = time.perf_counter()
     llm = random_llm(model, seed=seed, enable_prefix_caching=False, max_model_len=context, max_num_seqs=1, **settings)
