@@ -15,17 +15,20 @@ import torch
 from oracle.checkpoint import make_checkpoint
 
 import engine.loading
+import kernels.reference
+import memory.frames
 from engine import LLM, ConfigError, SamplingParams
 from engine.config import EngineConfig
 from models.llama.model import Llama, LlamaWeights
-from tools import memory_plan
+from tools import memory_plan, memory_table
 
 ROOT = Path(__file__).parent.parent
 KEYS = {  # of ../shared/notes/interfaces.md, and what else there is
     "weights_bytes", "kv_bytes", "activation_bytes", "workspace_bytes", "total_bytes", "host_bytes",
     "cold_read_bytes_per_token", "max_context", "read_ms_per_token", "kv_full_bytes", "kv_in_flight_bytes",
     "resident_ratio", "total_ratio", "pages_by_bits",
-    "model", "context", "batch", "chunk", "dtype", "quantization", "kv_budget", "recall", "cold_format", "notes",
+    "model", "context", "batch", "chunk", "dtype", "device", "quantization", "kv_budget", "recall", "cold_format",
+    "notes",
 }  # fmt: skip
 
 
@@ -76,6 +79,13 @@ def test_quantised_weights(tmp_path):
     four = sum(outputs * (inputs // 2 + -(-inputs // 32) * (2 + 2)) for outputs, inputs in linears)
     assert plan(tmp_path, 100, quantization="int8")["weights_bytes"] == exact + embedding + 3 * eight
     assert plan(tmp_path, 100, quantization="int4")["weights_bytes"] == exact + embedding + 3 * four
+
+
+def test_the_group_of_int4():
+    """A scale and a zero of 16 bits each for a group of a row, of 7B's linear maps."""
+    rows = 32 * 4096 * (4 * 4096 + 3 * 11008)  # elements
+    sizes = {group: memory_plan.weights_bytes(memory_plan.shape("llama2-7b"), 2, "int4", group) for group in (32, 128)}
+    assert sizes[32] - sizes[128] == 4 * rows // 32 - 4 * rows // 128
 
 
 @pytest.mark.parametrize(("cold_format", "row"), [("exact", 128 * 2), ("int8", 128 + 2)])
@@ -202,6 +212,8 @@ def test_the_numbers_of_others():
     attention, recall = (pytest.importorskip(f"kernels.{name}") for name in ("attention", "recall"))
     assert attention.MAX_SLICES == memory_plan.MAX_SLICES
     assert memory_plan.TILE_ROWS[2] == recall.MOST_ROWS
+    assert memory_plan.MOVE_ELEMENTS == memory.frames._MOVE_ELEMENTS
+    assert memory_plan.CHUNK_ELEMENTS == kernels.reference._CHUNK_ELEMENTS
     model = memory_plan.shape("llama2-7b")
     for batch in (1, 2, 7, 64):
         for tokens in ([300], [64, 4096], [128, 30_000, 2_000], [64, 500, 500, 90_000, 64]):
@@ -273,6 +285,43 @@ def test_json_and_table(directory, capsys):
     assert "| planned | GB |" in table and "note: planned, not measured" in table and "nvme" in table
 
 
+def test_a_cpu_needs_more_beside_the_weights(capsys):
+    """What torch's operations hold of compressed pages, and nothing else that differs."""
+    settings = ["--model", "llama2-7b", "--context", "9000", "--kv-budget", "0.25", "--cold-format", "none"]
+    gpu, cpu = (printed(capsys, *settings, "--device", device) for device in ("cuda", "cpu"))
+    assert cpu["workspace_bytes"] > gpu["workspace_bytes"]
+    differ = {key for key in gpu if gpu[key] != cpu[key]}
+    assert differ == {"device", "workspace_bytes", "total_bytes", "notes"}
+
+
+def test_the_table_of_the_readme(capsys, monkeypatch):
+    monkeypatch.setattr(memory_table, "CONTEXTS", (16384,))
+    monkeypatch.setattr(memory_table, "DEVICES", {"16 GB": 16e9})
+    assert memory_plan.main(["--table"]) == 0
+    table = capsys.readouterr().out
+    assert "Planned, not measured" in table and "A model, not a measurement" in table
+    exact = plan(context=16384)["total_bytes"]
+    assert f"| llama2-7b | 16384 | 16 bits | {exact / 1e9:.2f} |" in table
+    assert "| llama2-13b | 16384 | int4 | 1/3 | 512 |" in table and "holds" in table
+
+
+def test_the_longest_context_of_the_table():
+    planner, memory = memory_table.Planner(128), 12_000_000_000
+    longest = planner.longest("llama2-7b", "int4", "1/3", 512, memory)
+    totals = [planner.plan("llama2-7b", n, "int4", "1/3", 512)["total_bytes"] for n in (longest, longest + 1)]
+    assert totals[0] <= memory < totals[1]
+
+
+def test_the_speed_is_that_of_what_is_read():
+    """13.5 GB less an embedding of 0.26, and 2.1 GB of cache, at 2,039 GB/s."""
+    found = plan()
+    speed = memory_table.tokens_per_second("llama2-7b", found, None, 128, "A100")
+    assert speed == pytest.approx(2039e9 / (2 * 6_738_415_616 - 2 * 32000 * 4096 + 4096 * 524_288), rel=1e-4)
+    with_recall = plan(kv_budget=0.25, recall=0.05)
+    slower = memory_table.tokens_per_second("llama2-7b", with_recall, None, 128, "A100")
+    assert slower < 1 / (with_recall["read_ms_per_token"]["pcie4"] / 1e3 + 0.006)
+
+
 def test_a_longer_context_than_the_models_is_said(capsys):
     found = printed(capsys, "--model", "llama2-7b", "--context", "32768", "--quantization", "int8")
     assert any("4096" in note and "--rope-scaling" in note for note in found["notes"])
@@ -311,7 +360,7 @@ def test_refusals_need_no_torch_and_end_with_code_3():
     code = """
 import sys
 from engine.cli import run
-from tools import memory_plan
+from tools import memory_plan, memory_table
 try:
     run(memory_plan.main, ["--model", "llama2-7b", "--context", "100", "--kv-budget", "0.1"])
 finally:

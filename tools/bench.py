@@ -122,6 +122,18 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, **settings, **result}
 
 
+def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """What a model of a shape takes, planned and measured, with random weights."""
+    from tools import bench_memory
+
+    settings = {
+        "dtype": args.dtype, "kv_budget": args.kv_budget, "recall": args.recall, "backend": args.backend,
+        "cold_format": args.cold_format or ("exact" if args.recall else "none"), "threads": args.threads,
+        "max_num_batched_tokens": args.chunk, "quantization": args.quantization,
+    }  # fmt: skip
+    return bench_memory.measure(args.model, args.context, args.decode, args.direct_state, args.seed, **settings)
+
+
 def _contexts(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
@@ -209,6 +221,24 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--requests", type=_positive, metavar="N", help="in all (default: twice the batch)")
     command.add_argument("--repeats", type=_positive, default=3, metavar="N", help="timed runs (default: %(default)s)")
     command.set_defaults(run=offline)
+
+    command = commands.add_parser("memory", parents=[common], help="what a shape takes, planned and measured")
+    command.add_argument("--model", required=True, help="as of tools.memory_plan; the weights are random")
+    command.add_argument("--context", type=_positive, required=True, metavar="N", help="tokens, the answer's included")
+    command.add_argument("--decode", type=int, default=8, metavar="N", help="of these generated (default: %(default)s)")
+    command.add_argument("--dtype", default="bfloat16", help="of weights and cache (default: %(default)s)")
+    command.add_argument("--quantization", choices=("int8", "int4"), help="of the weights")
+    command.add_argument("--kv-budget", type=float, metavar="FRACTION", help="compress the cache")
+    command.add_argument("--recall", type=float, metavar="FRACTION", help="of all tokens, read from copies")
+    command.add_argument("--cold-format", choices=("exact", "int8", "none"), help="(default: none without --recall)")
+    command.add_argument("--chunk", type=_positive, default=512, metavar="N", help="of a prompt (default: %(default)s)")
+    command.add_argument(
+        "--backend", choices=("auto", "torch", "triton"), default="auto", help="(default: %(default)s)"
+    )
+    command.add_argument(
+        "--direct-state", action="store_true", help="fill the cache instead of computing all but the last chunk"
+    )
+    command.set_defaults(run=memory)
     return parser
 
 

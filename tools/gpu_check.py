@@ -1,11 +1,15 @@
-"""Everything that needs a GPU, in one run: `python -m tools.gpu_check [--json]`. Without a GPU it runs itself, tiny, in
-Triton's interpreter, so that it is known to work; times are then left out.
+"""Everything that needs a GPU, in one run: `python -m tools.gpu_check [--minutes 8] [--output FILE]`. Without a GPU it
+runs itself, tiny, in Triton's interpreter and with torch, so that it is known to work; times of kernels are then left
+out, and those of the model say nothing.
 
-    kernels     each against float64 on scattered pages with NaN in everything that no sequence owns
-    speed       each at the real shapes of tools.profile_kernels, beside this device's own copy speed (GPU only)
-    end to end  greedy ids of a random Llama: the Triton path equals the torch path, in float32
+    correct  each kernel against float64 on scattered pages with NaN in everything that no sequence owns; then greedy
+             ids of a random Llama: the Triton path equals the torch path, in float32
+    speed    each kernel at the real shapes of tools.profile_kernels, fresh random data in rotating buffers larger than
+             the second-level cache, medians of CUDA events, beside the roofline
+    engine   Llama-2-7B with random weights: prompts and decoding, by weights and by what is kept of the cache, beside
+             Transformers if it can be imported
 
-Exit code 1 if anything differs.
+Exit code 1 if anything differs. What the time does not suffice for is left out, and said so.
 """
 
 from __future__ import annotations
@@ -13,12 +17,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tools.gpu_engine import Budget, Scale
+    from tools.gpu_speed import Timer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 2,
@@ -26,8 +35,10 @@ CONFIG = {
     "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "float32", "eos_token_id": None,
 }  # fmt: skip
 
+COLUMNS = ("part", "what", "setting", "value", "unit", "of_peak", "note")
 
-def check_kernels(device: str) -> list[dict[str, Any]]:
+
+def check_kernels(device: str) -> Iterator[dict[str, Any]]:
     """Each kernel's worst error against float64, in units of what its dtype allows (float64.TOLERANCE)."""
     import torch
 
@@ -38,21 +49,17 @@ def check_kernels(device: str) -> list[dict[str, Any]]:
     shapes = (
         [(9, 3, 64), (4, 4, 128)] if device == "cpu" else [(9, 3, 64), (4, 4, 128), (8, 1, 80), (5, 5, 8), (32, 8, 128)]
     )
-    rows = []
     for dtype in dtypes:
         for heads, kv_heads, head_dim in shapes:
             torch.manual_seed(0)
             for kernel, error in _errors(device, dtype, heads, kv_heads, head_dim):
-                rows.append(
-                    {
-                        "kernel": kernel,
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "shape": f"{heads}/{kv_heads}x{head_dim}",
-                        "error": round(error, 3),
-                        "ok": error <= slack,
-                    }
-                )
-    return rows
+                yield {
+                    "kernel": kernel,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "shape": f"{heads}/{kv_heads}x{head_dim}",
+                    "error": round(error, 3),
+                    "ok": error <= slack,
+                }
 
 
 def _errors(device: str, dtype: Any, heads: int, kv_heads: int, head_dim: int) -> Iterator[tuple[str, float]]:
@@ -150,36 +157,6 @@ def _errors(device: str, dtype: Any, heads: int, kv_heads: int, head_dim: int) -
             yield f"decompress, {bits} bits {kind}", error(ops.decompress(codes, records, bits, is_key, pages), exact)
 
 
-def measure_speed() -> list[dict[str, Any]]:
-    """Each kernel at real shapes on the GPU: time, and its least bytes a second beside the device's own copy speed."""
-    import torch
-    from triton.testing import do_bench
-
-    from tools import profile_kernels
-
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy_speed = 2 * source.numel() / (1e-3 * do_bench(lambda: target.copy_(source)))
-    rows: list[dict[str, Any]] = [
-        {"kernel": "copy of 1 GiB", "us": None, "gb_s": round(copy_speed / 1e9), "of_copy": 1.0}
-    ]
-    for name, op, model in profile_kernels.manifest():
-        if op.cost is None:
-            continue
-        function, args, options, grid = profile_kernels.record_launch(op, model, "cuda")
-        seconds = 1e-3 * do_bench(lambda f=function, g=grid, a=args, o=options: f[g](*a, **o))
-        speed = op.cost(model, op.tokens).bytes / seconds
-        rows.append(
-            {
-                "kernel": f"{name}[{model.name}]",
-                "us": round(1e6 * seconds, 1),
-                "gb_s": round(speed / 1e9),
-                "of_copy": round(speed / copy_speed, 2),
-            }
-        )
-    return rows
-
-
 def check_engine(device: str) -> dict[str, Any]:
     """Greedy ids of the Triton path and of the torch path, several prompts at once, on a random Llama in float32."""
     import torch
@@ -207,39 +184,108 @@ def check_engine(device: str) -> dict[str, Any]:
     return {"tokens": tokens * len(prompts), "equal": answers["torch"] == answers["triton"], "seconds": seconds}
 
 
+def check(
+    device: str, timer: Timer, scale: Scale, budget: Budget, peer_python: str, roof: tuple[float, float] | None
+) -> dict[str, Any]:
+    """All of it. roof: (bytes, 16-bit flops) a second of the device, if known."""
+    from tools import gpu_engine, gpu_speed
+
+    begin = time.perf_counter()
+    late: list[str] = []
+
+    def in_time(part: str, rows: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+        done = []
+        for row in rows:
+            done.append(row)
+            if budget.left <= 0:
+                late.append(f"{part}: what follows {next(iter(row.values()))} was {gpu_engine.OUT_OF_TIME}")
+                break
+        return done
+
+    correct = in_time("correct", check_kernels(device))
+    end_to_end = check_engine(device)
+    copied = gpu_speed.copy_speed(timer, device)
+    roof = roof or (None if copied is None else (copied, float("inf")))  # of a GPU that is not known
+    report: dict[str, Any] = {
+        "rows": correct,
+        "end_to_end": end_to_end,
+        "copy_gb_s": None if copied is None else round(copied / 1e9),
+        "speed": in_time("speed", gpu_speed.kernel_rows(device, timer, roof)),
+        "engine": list(gpu_engine.engine_rows(scale, gpu_engine.CASES, budget, roof and roof[0])),
+        "peer": gpu_engine.peer_rows(scale, budget, device, peer_python),
+        "skipped": late,
+    }
+    report["seconds"] = round(time.perf_counter() - begin, 1)
+    report["ok"] = all(row["ok"] for row in report["rows"]) and end_to_end["equal"]
+    return report
+
+
+def table(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """All rows under the same columns."""
+    rows = []
+
+    def add(part: str, what: str, setting: str, value: Any, unit: str, of_peak: Any = "", note: str = "") -> None:
+        shown = ["" if x is None else x for x in (value, unit if value is not None else "", of_peak)]
+        rows.append(dict(zip(COLUMNS, (part, what, setting, *shown, note), strict=True)))
+
+    for row in report["rows"]:
+        verdict = "ok" if row["ok"] else "WRONG"
+        add("correct", row["kernel"], f"{row['dtype']} {row['shape']}", row["error"], "of tolerance", note=verdict)
+    end = report["end_to_end"]
+    add("correct", "greedy ids", "float32", end["tokens"], "tokens", note="equal" if end["equal"] else "DIFFERENT")
+    for row in report["speed"]:
+        speed = "" if row["achieved_gb_s"] is None else f"{row['achieved_gb_s']} GB/s"
+        add("speed", row["kernel"], "", row["measured_us"], "us", row["of_peak"], speed)
+    for row in [*report["engine"], *report["peer"]]:
+        setting = ", ".join(str(row[key]) for key in ("weights", "kv", "context") if row[key] is not None)
+        add("engine", row["what"], setting, row["tok_s"], "tok/s", row["of_peak"], row["note"])
+    return rows
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.gpu_check", description="Check every kernel and the whole engine."
+        prog="python -m tools.gpu_check", description="Check and time every kernel and the whole engine."
     )
+    parser.add_argument("--minutes", type=float, default=8.0, metavar="N", help="at most (default: %(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report there, as JSON")
+    parser.add_argument("--peer-python", default=sys.executable, metavar="PYTHON", help="that may have transformers")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
-    begin = time.perf_counter()
     device = "cuda" if Path("/dev/nvidia0").exists() else "cpu"
     if device == "cpu":
         print("no GPU here: a tiny run in Triton's interpreter, without times", file=sys.stderr)
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     import torch
+    import triton
 
+    from tools import gpu_engine, gpu_speed
+    from tools.bench import print_table
+    from tools.interpreter import hurry
+
+    if device == "cpu":
+        hurry()
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "interpreter",
-        "rows": check_kernels(device),
-        "speed": measure_speed() if device == "cuda" else None,
-        "end_to_end": check_engine(device),
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}",
     }
-    report["seconds"] = round(time.perf_counter() - begin, 1)
-    report["ok"] = all(row["ok"] for row in report["rows"]) and report["end_to_end"]["equal"]
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "config.json").write_text(json.dumps(CONFIG))
+        tiny = gpu_engine.Scale(directory, "float32", (70,), (10, 70), 3)
+        budget = gpu_engine.Budget(60 * args.minutes)
+        if device == "cuda":
+            roof = gpu_speed.peaks()
+            report |= check(device, gpu_speed.CudaTimer(), gpu_engine.REAL, budget, args.peer_python, roof)
+        else:
+            report |= check(device, gpu_speed.NoTimer(), tiny, budget, args.peer_python, None)
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=1))
     if args.json:
         print(json.dumps(report))
     else:
-        from tools.bench import print_table
-
-        print_table(report["rows"])
-        if report["speed"]:
-            print_table(report["speed"])
-        print(f"end to end: {report['end_to_end']}")
-        print(
-            f"{report['device']}, {report['seconds']} s: {'everything agrees' if report['ok'] else 'SOMETHING DIFFERS'}"
-        )
+        print_table(table(report))
+        print(*report["skipped"], sep="\n")
+        verdict = "everything agrees" if report["ok"] else "SOMETHING DIFFERS"
+        print(f"{report['device']}, {report['versions']}, {report['seconds']} s: {verdict}")
     return 0 if report["ok"] else 1
 
 

@@ -1,8 +1,9 @@
 """What a model takes, without its weights: `python -m tools.memory_plan --model llama2-7b --context 32768`.
 
-Planned, not measured, for a GPU and the memory of its host. The cache is the engine's own, on torch's meta device,
-which has no bytes: it is given a sequence of that length chunk by chunk, so that what stands here of a budget is what
-the allocator and the policy make of it. Weights follow from the shapes, what a step holds from formulas (below).
+Planned, not measured, for a GPU and the memory of its host, or for a CPU (`--device cpu`). The cache is the engine's
+own, on torch's meta device, which has no bytes: it is given a sequence of that length chunk by chunk, so that what
+stands here of a budget is what the allocator and the policy make of it. Weights follow from the shapes, what a step
+holds from formulas (below). `python -m tools.bench memory` measures the same; `--table` prints that of the README.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 RECALL = 0.05  # of all tokens, where no other fraction is asked for
 MAX_SLICES = 128  # of a sequence, that decode splits the tokens of a KV head into
 TILE_ROWS = {2: 128, 4: 16}  # of queries that recall scores at a time, by the bytes of an element
+MOVE_ELEMENTS = 1 << 22  # of exact pages, that are compressed together; one page at least
+CHUNK_ELEMENTS = 1 << 21  # of K, that torch's operations make float32 at a time
 
+_CPU_COMPRESS = 17.5  # bytes that torch's `compress` allocates for each element, measured with tools.bench_memory
 _MULTIPROCESSORS = 132  # of an H100 or H200; an A100 has 108
 _MOST_CONTEXT = 1 << 27  # that a model can be configured for
 
@@ -97,22 +101,22 @@ def cache_config(model: LlamaConfig, settings: EngineConfig) -> CacheConfig:
 
 
 def plan(
-    model: LlamaConfig, settings: EngineConfig, quantization: str | None = None, device_memory: int | None = None
-) -> dict[str, Any]:
+    model: LlamaConfig, settings: EngineConfig, quantization: str | None = None, device_memory: int | None = None,
+    group: int = DEFAULT_GROUP, on_cpu: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """The figures for sequences of max_model_len tokens, max_num_seqs of them, on a device of so many bytes."""
     context, batch = settings.max_model_len, settings.max_num_seqs
     assert context is not None
     config = cache_config(model, settings)
-    weights = weights_bytes(model, _itemsize(settings), quantization)
+    weights = weights_bytes(model, _itemsize(settings), quantization, group)
     kv, pages_by_bits, reads = _settled(config, context, settings.max_num_batched_tokens)
     kv = {tier: count * batch for tier, count in kv.items()}
     resident, full = kv["hot"] + kv["warm"], context * config.token_bytes * batch
 
     def device_bytes(length: int) -> int:
-        other = replace(settings, max_model_len=length)
-        return weights + _pool_bytes(cache_config(model, other)) + sum(_step_bytes(model, other))
+        return weights + beside_weights(model, replace(settings, max_model_len=length), on_cpu)
 
-    activation, workspace = _step_bytes(model, settings)
+    activation, workspace = _step_bytes(model, settings, on_cpu)
     fitting = range(1, _MOST_CONTEXT + 1)
     return {
         "weights_bytes": weights,
@@ -130,6 +134,11 @@ def plan(
         "read_ms_per_token": reads["read_ms_per_token"],
         "max_context": None if device_memory is None else bisect_right(fitting, device_memory, key=device_bytes),
     }
+
+
+def beside_weights(model: LlamaConfig, settings: EngineConfig, on_cpu: bool = False) -> int:
+    """Bytes of the pool, and of a step."""
+    return _pool_bytes(cache_config(model, settings)) + sum(_step_bytes(model, settings, on_cpu))
 
 
 def weights_bytes(
@@ -193,16 +202,35 @@ def _pool_bytes(config: CacheConfig) -> int:
     return config.num_pages * config.page_bytes
 
 
-def _step_bytes(model: LlamaConfig, settings: EngineConfig) -> tuple[int, int]:
-    """(activation, workspace): what a step holds at most, as a chunk of a prompt beside the tokens of the others. What
-    moves pages between steps holds less and stands in the place of it."""
+def _step_bytes(model: LlamaConfig, settings: EngineConfig, on_cpu: bool) -> tuple[int, int]:
+    """(activation, workspace): what a step holds at most, as a chunk of a prompt beside the tokens of the others; or
+    what moves pages between steps holds, if that is more."""
     config = cache_config(model, settings)
     assert settings.max_model_len is not None
-    tokens = min(settings.max_num_batched_tokens, settings.max_model_len * settings.max_num_seqs)
-    return (
-        activation_bytes(model, config.itemsize, tokens, settings.max_num_seqs),
-        workspace_bytes(model, config, settings.max_model_len, tokens, settings.max_num_seqs),
-    )
+    context, batch = settings.max_model_len, settings.max_num_seqs
+    tokens = min(settings.max_num_batched_tokens, context * batch)
+    activation = activation_bytes(model, config.itemsize, tokens, batch)
+    workspace = workspace_bytes(model, config, context, tokens, batch, on_cpu)
+    # While attention works, or pages move, the rest of the layer does not hold its most.
+    queries = model.num_heads * model.head_dim
+    made = 0 if on_cpu else queries * (2 if config.tiers else 1)  # of a CPU it is among the parts
+    others = tokens * ((_attention_elements(model) + made) * config.itemsize + _throughout(model)) + workspace
+    moves = _rotations_bytes(model, context) + moves_bytes(config, tokens, on_cpu)
+    return activation, max(others - activation, moves - activation, _rotations_bytes(model, context))
+
+
+def moves_bytes(config: CacheConfig, tokens: int, on_cpu: bool) -> int:
+    """Of compressing exact pages, those of a step or as many as are compressed together: what they are, and what one
+    plane of them becomes."""
+    if config.tiers is None:
+        return 0
+    elements = config.page_bytes // config.itemsize
+    elements *= min(max(1, MOVE_ELEMENTS // elements), config.pages_for(tokens))
+    exact, plane = elements * config.itemsize, elements // 2
+    if on_cpu:
+        return exact + int(plane * (config.itemsize + 1 + _CPU_COMPRESS))
+    # With copies: those that are chosen, and once more in the order of the host's. Without: one plane, and its codes.
+    return 3 * exact if config.cold else exact + plane * (config.itemsize + 2)
 
 
 def activation_bytes(model: LlamaConfig, itemsize: int, tokens: int, batch: int) -> int:
@@ -212,17 +240,33 @@ def activation_bytes(model: LlamaConfig, itemsize: int, tokens: int, batch: int)
     # Elements of a token. What a layer made lives until the next one has made its own: so while qkv is made there are
     # two, and the outputs of attention and of gate and up of the layer before. Attention holds its own output beside
     # that, and the queries once more: rotated for compressed pages, or the output that recall replaces.
-    attention = hidden + qkv + queries + max(qkv, 2 * queries) + 2 * inner
+    attention = _attention_elements(model) + max(qkv, 2 * queries)
     gate_up = hidden + qkv + queries + 4 * inner
     down = 2 * hidden + qkv + queries + 3 * inner
-    # Throughout: the residual stream and the rotations in float32, ids and positions in 64 bits.
-    layers = tokens * (max(attention, gate_up, down) * itemsize + 4 * hidden + 4 * model.head_dim + 16)
+    layers = tokens * (max(attention, gate_up, down) * itemsize + _throughout(model))
     # After them: the logits as they are computed, and in float32.
     logits = tokens * hidden * itemsize + batch * (hidden * itemsize + model.vocab_size * (itemsize + 4))
     return max(layers, logits)
 
 
-def workspace_bytes(model: LlamaConfig, config: CacheConfig, context: int, tokens: int, batch: int) -> int:
+def _attention_elements(model: LlamaConfig) -> int:
+    """Of a token, that are held beside what attention makes: its inputs, and what is left of the layer before."""
+    queries = model.num_heads * model.head_dim
+    return model.hidden_size + 2 * queries + 2 * model.num_kv_heads * model.head_dim + 2 * model.intermediate_size
+
+
+def _throughout(model: LlamaConfig) -> int:
+    """Bytes of a token: the residual stream and the rotations in float32, its id and its position in 64 bits."""
+    return 4 * model.hidden_size + 4 * model.head_dim + 16
+
+
+def _rotations_bytes(model: LlamaConfig, context: int) -> int:
+    return 4 * context * model.head_dim
+
+
+def workspace_bytes(
+    model: LlamaConfig, config: CacheConfig, context: int, tokens: int, batch: int, on_cpu: bool = False
+) -> int:
     """The table of rotations, and the largest of what attention allocates beside its output, one after the other. What
     says where pages are, four bytes each, is left out."""
     heads, kv_heads = model.num_heads, model.num_kv_heads
@@ -230,7 +274,9 @@ def workspace_bytes(model: LlamaConfig, config: CacheConfig, context: int, token
     # Decode: each slice's output [batch, heads, slices, D] and log-sum-exp, float32. Slices fill the device with four
     # programs each multiprocessor; each format of pages has its own, which rounds up.
     slices = min(-(-4 * _MULTIPROCESSORS // (batch * kv_heads)) + len(WARM_BITS), MAX_SLICES)
-    parts = [4 * batch * heads * slices * (model.head_dim + 1)]
+    parts = [0 if on_cpu else 4 * batch * heads * slices * (model.head_dim + 1)]
+    if on_cpu:
+        parts.append(_cpu_attention_bytes(model, config, context, tokens))
     if config.tiers:
         from memory.observation import SAMPLES
 
@@ -244,7 +290,21 @@ def workspace_bytes(model: LlamaConfig, config: CacheConfig, context: int, token
         tiles = ceil(rows / TILE_ROWS[config.itemsize])
         mass = 4 * blocks * kv_heads * columns * (tiles + (tiles > 1))
         parts.append(mass + (4 + 8) * blocks * kv_heads * ceil(config.cold.recall * context))
-    return 4 * context * model.head_dim + max(parts)
+    return _rotations_bytes(model, context) + max(parts)
+
+
+def _cpu_attention_bytes(model: LlamaConfig, config: CacheConfig, context: int, tokens: int) -> int:
+    """Of torch's attention of a chunk: an output and a log-sum-exp for each part of the cache, and how they become one.
+    What recall holds is more, and not planned."""
+    of_page = model.num_kv_heads * config.page_size * model.head_dim
+    together = max(1, CHUNK_ELEMENTS // of_page)  # compressed pages of a part
+    # A past and a chunk; and of the four formats mostly two are there.
+    parts = 2 + (0 if config.tiers is None else ceil(config.pages_for(context) / together) + 1)
+    elements = tokens * model.num_heads * model.head_dim
+    held = parts * (elements * config.itemsize + 12 * tokens * model.num_heads)
+    # K and V of a part, and what of them is not yet joined.
+    unpacked = 0 if config.tiers is None else 12 * min(together, config.pages_for(context)) * of_page
+    return held + max(unpacked, 3 * 4 * elements)
 
 
 def _itemsize(settings: EngineConfig) -> int:
@@ -253,10 +313,21 @@ def _itemsize(settings: EngineConfig) -> int:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.memory_plan", description=__doc__.split("\n")[0])
-    parser.add_argument("-m", "--model", required=True, help=f"{', '.join(SHAPES)}, or a directory with a config.json")
-    parser.add_argument("--context", type=int, required=True, metavar="N", help="tokens of each sequence")
+    parser.add_argument("-m", "--model", help=f"{', '.join(SHAPES)}, or a directory with a config.json")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens of each sequence")
+    parser.add_argument("--table", action="store_true", help="7B and 13B in all settings instead, as the README has it")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default: %(default)s)")
     parser.add_argument("--quantization", choices=("int8", "int4"), help="of the weights")
+    parser.add_argument(
+        "--quantization-group",
+        type=int,
+        choices=(32, 64, 128),
+        default=DEFAULT_GROUP,
+        help="of int4 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="what computes (default: %(default)s)"
+    )
     parser.add_argument("--kv-budget", type=float, metavar="FRACTION", help="compress the cache (default: exact)")
     parser.add_argument(
         "--recall", type=float, metavar="FRACTION", help=f"of all tokens, read from the copies (default: {RECALL})"
@@ -277,6 +348,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.table:
+        from tools.memory_table import show
+
+        show(args.chunk, args.quantization_group)
+        return 0
+    if args.model is None or args.context is None:
+        parser().error("--model and --context are needed, or --table")
     for name in ("context", "batch", "chunk"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name} must be at least 1, got {getattr(args, name)}")
@@ -295,10 +373,10 @@ def main(argv: list[str] | None = None) -> int:
     config = cache_config(model, settings)  # refuses what it must before the seconds that torch takes to import
     result = {
         "model": args.model, "context": args.context, "batch": args.batch, "chunk": args.chunk,
-        "dtype": settings.dtype, "quantization": args.quantization, "kv_budget": args.kv_budget,
+        "dtype": settings.dtype, "device": args.device, "quantization": args.quantization, "kv_budget": args.kv_budget,
         "recall": 0.0 if config.cold is None else config.cold.recall,
         "cold_format": config.cold and args.cold_format,
-        **plan(model, settings, args.quantization, memory),
+        **plan(model, settings, args.quantization, memory, args.quantization_group, args.device == "cpu"),
     }  # fmt: skip
     result["notes"] = list(_notes(model, result))
     if args.json:
@@ -311,6 +389,8 @@ def main(argv: list[str] | None = None) -> int:
 def _notes(model: LlamaConfig, result: dict[str, Any]) -> Iterator[str]:
     """What has to be known of the figures."""
     yield "planned, not measured"
+    if result["device"] == "cpu":
+        yield "a CPU has one memory: what stands under the host comes on top; recall holds more there than is planned"
     if result["context"] > model.context_length:
         yield f"the model's own context is {model.context_length} tokens: more need --rope-scaling"
     if result["batch"] > 1:

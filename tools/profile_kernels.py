@@ -1,9 +1,9 @@
 """What the Triton kernels cost, without a GPU: compiled for each target at real shapes, then read as machine code.
 
-    python -m tools.profile_kernels [--targets sm_80,sm_90] [--json]
+    python -m tools.profile_kernels [--targets sm_80,sm_90] [--json] [--peers] [--baseline tools/kernel_baseline.json]
 
 A kernel is compiled exactly as its wrapper would launch it: the wrappers run on meta tensors, and their launches are
-recorded instead of run.
+recorded instead of run. With --baseline, exit code 1 where anything is worse (tools.kernel_report has the limits).
 
     spills                  spill instructions, in the whole kernel
     loop_spills             of them, those in the loop that is counted
@@ -15,6 +15,9 @@ recorded instead of run.
                             slots, flops / peak. It ranks variants; latency, occupancy and launch cost are not in it
     traffic_ratio, l2_ratio bytes that the programs ask for, and bytes of distinct 32-byte sectors, over the bytes that
                             must move at least. Counted in Triton's interpreter, on a shorter problem
+    measured_us, achieved_gb_s, of_peak
+                            where there is a GPU, in the rows of its target: the median time, the least bytes over it,
+                            and the time that bandwidth and tensor cores need at least over it
 """
 
 from __future__ import annotations
@@ -24,28 +27,30 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from engine.cli import run
 from engine.progress import Progress
+from models.errors import ConfigError
+from tools import kernel_report
+from tools.kernel_report import print_table
 
-TARGETS = "sm_80,sm_86,sm_89,sm_90,sm_100,gfx942"
+TARGETS = "sm_80,sm_86,sm_87,sm_89,sm_90,sm_100,gfx942"
 GPUS = {  # target -> name: (bytes/s, multiprocessors, clock in Hz, 16-bit tensor flops/s); the vendors' figures
     "sm_80": {"A100": (2039e9, 108, 1.41e9, 312e12)},
+    "sm_87": {"Orin": (204.8e9, 16, 1.3e9, 42.5e12)},  # AGX, 64 GB
     "sm_89": {"RTX 4090": (1008e9, 128, 2.52e9, 165e12)},
     "sm_90": {"H100": (3350e9, 132, 1.755e9, 989e12), "H200": (4800e9, 132, 1.755e9, 989e12)},
 }
 ISSUE_PER_CYCLE = 4  # warp instructions that a multiprocessor starts in a cycle
 MULTIPROCESSORS = 108  # that the wrappers are told of: they decide the number of splits
-TENSOR_CORE = re.compile(r"(?<![.\w])[A-Z]+MMA\b")  # not HFMA2.MMA, which is none
 PAGE = SHORT = 64  # tokens of a page; rows (queries * group) of a short chunk
 
 
@@ -152,6 +157,7 @@ class Problem:
         blocks = [(0, first, min(16, queries), n // 20) for first in range(0, queries, 16)]
         read = Recall(16, (n // 20,), self.torch.tensor(blocks, dtype=self.torch.int32, device=self.device))
         copies = self.zeros(n // PAGE, m.kv_heads, PAGE, 2, m.head_dim)
+        copies = copies.cpu().pin_memory() if self.device == "cuda" else copies
         cache = self.layer_cache(queries, n, bits)._replace(copies=copies)
         q, lse = self.qkv(queries)[0], self.zeros(queries, m.heads, dtype="float32")
         plan, scale = replace(plan, warm=(warm,), recall=read), m.head_dim**-0.5
@@ -255,27 +261,27 @@ OPS = {
         "_decode_kernel", lambda p, n: p.decode(n, bits=8), lambda m, n: m.decode(n, bits=8), 16384, 2048, 1,
         models=LLAMA_3,
     ),
-    "decode_merge": Op("_merge_kernel", Problem.decode, None, 16384, models=LATER),
+    "decode_merge": Op("_merge_kernel", Problem.decode, None, 16384, 2048, models=LATER),
     "prefill_attention": Op("_prefill_kernel", Problem.prefill, Model.prefill, 4096, 192, 0),
     "prefill_attention,short": Op(
         "_prefill_kernel", lambda p, n: p.prefill(n, True), lambda m, n: m.prefill(n, True), 16384, 1024, 0,
         models=LATER,
     ),
     "prefill_attention,4 bits": Op(
-        "_prefill_kernel", lambda p, n: p.prefill(n, bits=4), lambda m, n: m.prefill(n, bits=4), 16384, 1024, 0, 16,
+        "_prefill_kernel", lambda p, n: p.prefill(n, bits=4), lambda m, n: m.prefill(n, bits=4), 16384, 2048, 0, 16,
         models=LLAMA_3,
     ),
     "recall score,4 bits": Op(
-        "_score_kernel", lambda p, n: p.recall(n, 4, 1), None, 16384, loop=0, loop_tokens=16, models=LATER,
+        "_score_kernel", lambda p, n: p.recall(n, 4, 1), None, 16384, 1024, 0, 16, models=LATER,
     ),
     "recall score,4 bits,chunk": Op(
-        "_score_kernel", lambda p, n: p.recall(n, 4, 256), None, 16384, loop=0, loop_tokens=16, models=LATER,
+        "_score_kernel", lambda p, n: p.recall(n, 4, 256), None, 16384, 1024, 0, 16, models=LATER,
     ),
     "recall swap,4 bits": Op(
-        "_swap_kernel", lambda p, n: p.recall(n, 4, 1), None, 16384, loop=0, loop_tokens=16, models=LATER,
+        "_swap_kernel", lambda p, n: p.recall(n, 4, 1), None, 16384, 1024, 0, 16, models=LATER,
     ),
     "recall swap,4 bits,chunk": Op(
-        "_swap_kernel", lambda p, n: p.recall(n, 4, 256), None, 16384, loop=0, loop_tokens=16, models=LATER,
+        "_swap_kernel", lambda p, n: p.recall(n, 4, 256), None, 16384, 1024, 0, 16, models=LATER,
     ),
     "compress,4 bits K": Op(
         "_compress_kernel", lambda p, n: p.compress(n, 4, True), lambda m, n: m.compress(n, 4), 2048, 128,
@@ -306,11 +312,9 @@ def manifest() -> list[tuple[str, Op, Model]]:
 
 
 def record_launch(
-    op: Op, model: Model, device: str = "meta"
+    op: Op, model: Model, device: str = "meta", tokens: int | None = None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any], tuple[int, ...]]:
-    """What the wrapper would launch: (function, arguments, options, grid)."""
-    from triton.runtime.jit import JITFunction
-
+    """What the wrapper would launch, with so many tokens: (function, arguments, options, grid)."""
     from kernels import attention
 
     launches = []
@@ -318,92 +322,19 @@ def record_launch(
     def record(self: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
         launches.append((self, args, options, grid))
 
-    multiprocessors = attention._num_multiprocessors if device == "cuda" else lambda _: MULTIPROCESSORS
+    multiprocessors = (lambda _: MULTIPROCESSORS) if device == "meta" else attention._num_multiprocessors
     with (
-        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(type(attention._merge_kernel), "run", record),  # compiled or interpreted
         mock.patch.object(attention, "_num_multiprocessors", multiprocessors),
     ):
-        op.run(Problem(model, device), op.tokens)
+        op.run(Problem(model, device), tokens or op.tokens)
     (launch,) = [launch for launch in launches if launch[0].__name__ == op.function]
     return launch
 
 
-def compile_for(target: str, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The kernel that `function[grid](*args, **options)` would get on the target; uses internals of Triton 3.9."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
-    backend = make_backend(gpu)
-    options = {"debug": False, "instrumentation_mode": "", "fpsan_homomorphic_casts": False, **options}
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    bound, specialization, bound_options = bind(*args, **options)
-    parsed, *specialized = function._pack_args(backend, options, bound, specialization, bound_options)
-    return triton.compile(ASTSource(function, *specialized), target=gpu, options=parsed.__dict__)
-
-
-def read_nvidia(kernel: Any, loop: int | None) -> tuple[dict[str, Any], int]:
-    """-> the columns, and the number of instructions: of a loop over pages, or all."""
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}  # cuobjdump calls nvdisasm
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [str(tools / "cuobjdump"), "-sass", "--dump-resource-usage", file.name]
-        text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    usage = re.search(r"REG:(\d+)", text)
-    assert usage, f"no resource usage in the output of {' '.join(command)}"
-    lines = [(int(at, 16), code) for at, code in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)]
-    body = [code for _, code in lines] if loop is None else _page_loop(lines, loop)
-    bits: Counter[int] = Counter()
-    for code in body:
-        # LDG: to registers, LDGSTS: asynchronous, to shared memory
-        if load := re.search(r"\bLDG(?:STS)?\.(\S+)", code):
-            width = re.search(r"\b(128|64|[SU]?16|[SU]?8)\b", load[1])
-            size = int(width[1].lstrip("SU")) if width else 32
-            bits[size] += size
-    spills = [len(re.findall(r"\b(?:LDL|STL)\b", part)) for part in (text, "\n".join(body))]
-    return _columns(int(usage[1]), spills, bits, TENSOR_CORE.search(text)), len(body)
-
-
-def _columns(registers: int, spills: list[int], bits: Counter[int], mma: re.Match[str] | None) -> dict[str, Any]:
-    load_bits = max(bits, key=lambda size: bits[size], default=None)
-    spilled = {"spills": spills[0], "loop_spills": spills[-1]}
-    return {"registers": registers, **spilled, "load_bits": load_bits, "tensor_core": mma and mma[0]}
-
-
-def _page_loop(lines: list[tuple[int, str]], index: int) -> list[str]:
-    """One of the loops that use tensor cores, in the order of their ends. The first goes over whole exact pages, or, in
-    prefill where there are any, over compressed ones; those are decode's second."""
-    for last, (at, code) in enumerate(lines):
-        jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", code)
-        if jump and int(jump[1], 16) < at:
-            body = [code for at, code in lines[: last + 1] if at >= int(jump[1], 16)]
-            if any(map(TENSOR_CORE.search, body)):
-                if index == 0:
-                    return body
-                index -= 1
-    raise AssertionError("too few loops use tensor cores")
-
-
-def read_amd(kernel: Any) -> dict[str, Any]:
-    text = kernel.asm["amdgcn"]
-    registers, *spilled = (
-        int(re.findall(rf"\.{name}:\s+(\d+)", text)[0])
-        for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
-    )
-    sizes = {"dwordx4": 128, "dwordx3": 96, "dwordx2": 64, "dword": 32, "ushort": 16, "ubyte": 8}
-    bits: Counter[int] = Counter()
-    for width in re.findall(r"\b(?:global|buffer)_load_([a-z0-9]+)", text):
-        bits[sizes.get(width, 0)] += sizes.get(width, 0)
-    return _columns(registers, [sum(spilled)], bits, re.search(r"\bv_mfma\w*", text))
-
-
 def profile(name: str, op: Op, model: Model, target: str) -> dict[str, Any]:
+    from tools.machine_code import compile_for, read_amd, read_nvidia
+
     function, args, options, grid = record_launch(op, model)
     kernel = compile_for(target, function, args, options)
     columns, counted = (read_amd(kernel), None) if target.startswith("gfx") else read_nvidia(kernel, op.loop)
@@ -443,7 +374,9 @@ def count_traffic() -> dict[str, dict[str, float]]:
     from triton.runtime.interpreter import InterpreterBuilder
 
     from kernels import attention
+    from tools.interpreter import hurry
 
+    hurry()
     asked: list[int] = []
     sectors: dict[str, list[Any]] = {"create_masked_load": [], "create_masked_store": []}
 
@@ -477,34 +410,44 @@ def count_traffic() -> dict[str, dict[str, float]]:
     return ratios
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    def cell(value: Any) -> str:
-        if isinstance(value, dict):
-            return " ".join(f"{gpu}={us:g}" for gpu, us in value.items()) or "-"
-        return "-" if value is None else str(value)
-
-    headers = list(rows[0])
-    print("predicted_us is a model, not a measurement\n")
-    cells = [[cell(row[key]) for key in headers] for row in rows]
-    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
-    for line in [headers, *cells]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def main() -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.profile_kernels", description="What the kernels cost.")
     parser.add_argument("--targets", default=TARGETS, help="comma-separated (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--peers", action="store_true", help="print the figures of others' published code beside ours")
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help="exit code 1 where the kernels are worse")
+    parser.add_argument("--write-baseline", type=Path, metavar="FILE", help="keep the figures there")
     parser.add_argument("--count-traffic", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if unknown := set(arguments.targets.split(",")) - {*TARGETS.split(","), "sm_87", "sm_120", "gfx90a"}:
-        parser.error(f"unknown targets {', '.join(sorted(unknown))}: known are {TARGETS},sm_87,sm_120,gfx90a")
+    arguments = parser.parse_args(argv)
+    if unknown := set(arguments.targets.split(",")) - kernel_report.SHARED_LIMIT.keys():
+        parser.error(f"unknown targets {', '.join(sorted(unknown))}: known are {','.join(kernel_report.SHARED_LIMIT)}")
     if arguments.count_traffic:
         print(json.dumps(count_traffic()))
-        return
+        return 0
+    baseline = kernel_report.read_baseline(arguments.baseline) if arguments.baseline else None
+    rows = measure(compile_all(arguments.targets.split(",")))
+    report = {
+        "rows": rows,
+        "complaints": None if baseline is None else list(kernel_report.complaints(rows, baseline)),
+        "missed_floors": list(kernel_report.missed_floors(rows)),
+        **({"peers": kernel_report.beside_peers(rows)} if arguments.peers else {}),
+    }
+    if arguments.write_baseline:
+        kernel_report.write_baseline(arguments.write_baseline, rows, version("triton"))
+    if arguments.json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    if baseline is not None and report["complaints"] and baseline["triton"] != version("triton"):
+        print(f"note: the baseline is of Triton {baseline['triton']}, this is {version('triton')}", file=sys.stderr)
+    return 1 if report["complaints"] else 0
+
+
+def compile_all(targets: list[str]) -> list[dict[str, Any]]:
+    """A row for each kernel and target, with its traffic."""
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        sys.exit("TRITON_INTERPRET is set: there is nothing to compile in the interpreter")
-    work = [(index, target) for target in arguments.targets.split(",") for index in range(len(manifest()))]
+        raise ConfigError("TRITON_INTERPRET is set: there is nothing to compile in the interpreter")
+    work = [(index, target) for target in targets for index in range(len(manifest()))]
     # Whether Triton compiles or interprets is fixed when it is imported: hence another process.
     command = [sys.executable, "-m", "tools.profile_kernels", "--count-traffic"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -515,15 +458,37 @@ def main() -> None:
         compiled = list(Progress(pool.imap(profile_job, work), desc="Compiling", total=len(work), shown=True))
         counted = counting.communicate()[0]
     if counting.returncode:
-        sys.exit("counting the traffic failed")
+        raise ConfigError("counting the traffic failed: its message is above")
     traffic = json.loads(counted)
     not_counted = {"traffic_ratio": None, "l2_ratio": None}  # the merge alone: decode_attention has both its kernels
-    rows = [row | traffic.get(row["kernel"], not_counted) for row in compiled]
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
-    else:
-        print_table(rows)
+    return [row | traffic.get(row["kernel"], not_counted) for row in compiled]
+
+
+def measure(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of this machine's GPU, if it has one, with what they take on it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return rows
+    from tools import gpu_speed
+
+    target = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    measured = {row.pop("kernel"): row for row in gpu_speed.kernel_rows("cuda", gpu_speed.CudaTimer())}
+    return [row | (measured[row["kernel"]] if row["target"] == target else {}) for row in rows]
+
+
+def show(report: dict[str, Any]) -> None:
+    print("predicted_us is a model, not a measurement\n")
+    print_table(report["rows"])
+    if "peers" in report:
+        print("\npeers: published code, compiled by the same meter, not run (tools/kernel_peers.json)\n")
+        print_table(report["peers"])
+    for title in ("missed_floors", "complaints"):
+        if report[title]:
+            print(f"\n{title.replace('_', ' ')}:", *report[title], sep="\n  ")
+    if report["complaints"] == []:
+        print("\nno worse than the baseline")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,7 +2,7 @@
 
 - bfloat16: the interpreter keeps it as uint16 and computes on those bits. Here every operation decodes to float32,
   computes, and rounds to nearest even.
-- speed: the interpreter patches triton.language at each launch and each call of a helper. Here once.
+- speed: see `tools.interpreter`.
 - `overflow_checks`: int32 overflow raises.
 - `Meter`: every load and store, checked against the tensors that the test declares; races between programs.
 
@@ -10,42 +10,28 @@ The interpreter runs programs one after the other, so a missing barrier inside a
 """
 
 import contextlib
-import dataclasses
-import types
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 import triton.language as tl
-from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
+
+from tools.interpreter import hurry, set_options
 
 
 def install() -> None:
     _repair_bfloat16()
-    _patch_language_once()
-    _set_options(sanitize_overflow=False)
-
-
-def _set_options(**options: bool) -> None:
-    builder = triton_interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, **options)
+    hurry()
 
 
 @contextlib.contextmanager
 def overflow_checks() -> Iterator[None]:
-    _set_options(sanitize_overflow=True, debug=True)
+    set_options(sanitize_overflow=True, debug=True)
     try:
         yield
     finally:
-        _set_options(sanitize_overflow=False, debug=False)
-
-
-def _patch_language_once() -> None:
-    names_language = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
-    triton_interpreter._patch_lang(names_language)
-    triton_interpreter._patch_lang = lambda fn: types.SimpleNamespace(restore=lambda: None)
-    triton_interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+        set_options(sanitize_overflow=False, debug=False)
 
 
 # bfloat16
