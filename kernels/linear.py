@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import attention
-from kernels.check import FLOATS, check
+from kernels.codes import FLOATS, check
 from kernels.ops import QuantizedWeight
 
 BYTE_GROUP = 128  # inputs of a block of 8 bits
@@ -114,12 +114,14 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, dt
     if tokens == 0:
         return out
     parts = out if splits == 1 else x.new_empty(splits, tokens, outputs, dtype=torch.float32)
-    _linear_kernel[(*blocks, splits)](
+    grid = (*blocks, splits)
+    _linear_kernel[grid](
         x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, bias, parts, x.stride(0), tokens,
         IN=inputs, OUT=outputs, GROUP=group, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
         num_warps=num_warps, enable_fp_fusion=True,
     )
     if splits > 1:
-        grid = (triton.cdiv(out.numel(), 512),)
-        _sum_kernel[grid](parts, out, out.numel(), SPLITS=splits, BLOCK=512, num_warps=4, enable_fp_fusion=True)
+        _sum_kernel[(triton.cdiv(out.numel(), 512),)](
+            parts, out, out.numel(), SPLITS=splits, BLOCK=512, num_warps=4, enable_fp_fusion=True
+        )
     return out

@@ -168,7 +168,7 @@ def check_engine(device: str) -> dict[str, Any]:
 
     torch.manual_seed(0)
     shapes = LlamaWeights(LlamaConfig.from_dict(CONFIG))
-    weights = {k: torch.ones(v.shape) if v.dim() == 1 else torch.randn(v.shape) * 0.08 for k, v in shapes.items()}
+    weights = {k: torch.ones(v.shape) if len(v.shape) == 1 else torch.randn(v.shape) * 0.08 for k, v in shapes.items()}
     tokens = 3 if device == "cpu" else 100
     prompts = [list(range(3, 3 + n)) for n in ((70, 1, 5) if device == "cpu" else (300, 1, 65, 64, 5))]
     params = SamplingParams(max_tokens=tokens, temperature=0)

@@ -14,9 +14,10 @@ import kernels
 from engine import LLM
 from engine.config import EngineConfig
 from engine.loading import Engine, second_cache
+from kernels.ops import QuantizedWeight
 from memory.cache import KVCache
 from models.errors import require_config
-from models.llama.config import LlamaConfig
+from models.llama.config import DEFAULT_GROUP, LlamaConfig, Quantization
 from models.llama.model import Llama, LlamaWeights
 from tools.memory_plan import shape
 
@@ -40,6 +41,9 @@ def random_llm(name: str, *, seed: int = 0, **settings: Any) -> LLM:
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
     backend = ("triton" if device.type == "cuda" else "torch") if config.backend == "auto" else config.backend
+    if config.quantization is not None:
+        bits = int(config.quantization.removeprefix("int"))
+        model = replace(model, quantization=quantization_of(bits, config.quantization_group))
     weights = random_weights(model, getattr(torch, config.dtype), device, seed)
     llama = Llama(model, weights, kernels.load(backend), length)
     no_cache = cast(KVCache, None)  # the twin has its own
@@ -51,14 +55,23 @@ def random_llm(name: str, *, seed: int = 0, **settings: Any) -> LLM:
 
 
 def random_weights(model: LlamaConfig, dtype: torch.dtype, device: torch.device, seed: int) -> LlamaWeights:
-    """Norms are 1, biases 0, all else is normal."""
+    """Norms are 1, biases 0, all else is normal; or of uniform codes of the same deviation, with one scale for all."""
     generator = torch.Generator(device).manual_seed(seed)
     weights = LlamaWeights(model)
     for name, on_meta in weights.items():
-        tensor = torch.empty(on_meta.shape, dtype=dtype, device=device)
-        if on_meta.dim() > 1:
-            tensor.normal_(0.0, _STD, generator=generator)
+        if isinstance(on_meta, QuantizedWeight):
+            kind = torch.iinfo(on_meta.codes.dtype)
+            codes = torch.empty_like(on_meta.codes, device=device).random_(kind.min, kind.max + 1, generator=generator)
+            scales = torch.full_like(on_meta.scales, _STD * 12**0.5 / 2**on_meta.bits, device=device)
+            zeros = None if on_meta.zeros is None else torch.zeros_like(scales)
+            weights[name] = QuantizedWeight(codes, scales, zeros, on_meta.group)
+        elif on_meta.dim() > 1:
+            tensor = torch.empty(on_meta.shape, dtype=dtype, device=device)
+            weights[name] = tensor.normal_(0.0, _STD, generator=generator)
         else:
-            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
-        weights[name] = tensor
+            weights[name] = torch.full(on_meta.shape, float(not name.endswith(".bias")), dtype=dtype, device=device)
     return weights
+
+
+def quantization_of(bits: int, group: int | None) -> Quantization:
+    return Quantization(bits, (group or DEFAULT_GROUP) if bits == 4 else 0)

@@ -17,9 +17,10 @@ from models.llama.rope import rope_table
 Attention = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class LlamaWeights(dict[str, Weight]):
-    """The parameters under the names that Hugging Face checkpoints give them, as `config.quantization` asks: on the
-    meta device until `models.loader.load_weights` puts them in, consumed by `Llama`. Raises ConfigError."""
+class LlamaWeights(dict[str, Any]):
+    """The parameters, each a `kernels.ops.Weight`, as `config.quantization` asks, under the names that Hugging Face
+    checkpoints give them: on the meta device until `models.loader.load_weights` puts them in, consumed by `Llama`.
+    Raises ConfigError."""
 
     def __init__(self, config: LlamaConfig) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -135,9 +136,10 @@ class Llama:
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         """[T, hidden_size] float32."""
-        if isinstance(self.embedding, Tensor):
-            return self.embedding[input_ids].float()
-        return self.embedding.codes[input_ids] * self.embedding.scales[input_ids].float()
+        embedding: Weight = self.embedding
+        if isinstance(embedding, Tensor):
+            return embedding[input_ids].float()
+        return embedding.codes[input_ids] * embedding.scales[input_ids].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token, [rows, vocab_size] float32, of rows of hidden states."""
