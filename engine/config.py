@@ -65,9 +65,10 @@ class EngineConfig:
     flash_cache_dir: str | os.PathLike[str] | None = None
     flash_cache_size: int | None = None
     flash_cache_persist: bool = False
-    quantization: None = None  # this and what follows come with later versions
     profile: str = "default"
-    scorer: None = None
+    scorer: str | os.PathLike[str] | None = None
+    adapt: bool = False
+    quantization: None = None  # comes with a later version
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

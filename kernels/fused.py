@@ -11,10 +11,11 @@ from kernels.norm import add_rms_norm, rms_norm
 from kernels.prefill import prefill_attention
 from kernels.recall import recall
 from kernels.rope import rope_store
+from kernels.score import score
 
 __all__ = [
     "add_rms_norm", "compress", "decode_attention", "decompress", "linear", "linear_float32", "pack_linear",
-    "prefill_attention", "recall", "rms_norm", "rope_store", "silu_mul",
+    "prefill_attention", "recall", "rms_norm", "rope_store", "score", "silu_mul",
 ]
 
 

@@ -310,7 +310,7 @@ def test_completion_of_an_unknown_shell():
 # What people type who come from elsewhere.
 
 
-NOT_YET = ("quantization", "profile", "scorer")
+NOT_YET = ("quantization",)
 
 
 @pytest.mark.parametrize("name", NOT_YET)
@@ -324,7 +324,6 @@ def test_flags_of_what_is_not_there_yet_are_refused_with_the_reason(name):
 def test_the_reasons(capsys):
     for flag, part in (
         ("--quantization", "--quantization: not available in this version (quantised weights come later)"),
-        ("--scorer", "--scorer: not available in this version (trained scorers of importance come later)"),
         ("--cache-ram", "unrecognized argument --cache-ram: use --host-cache-size"),
         ("--kv-cache-dtype", "unrecognized argument --kv-cache-dtype: use --kv-budget"),
     ):

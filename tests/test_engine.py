@@ -871,8 +871,6 @@ def test_an_added_request_survives_the_interrupt_of_another_call(llm, monkeypatc
     ("name", "value"),
     [
         ("quantization", "int8"),
-        ("profile", "long"),
-        ("scorer", "x"),
     ],
 )
 def test_settings_of_later_versions_are_refused_by_name(directory, name, value):
