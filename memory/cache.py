@@ -99,6 +99,7 @@ class KVCache:
             "host_dedup_ratio": float(np.mean(copied)) if len(copied) else 1.0,
             "kv_moves": self._replacement.num_moves,  # of pages, each to a format below its own
             "kv_promotions": self._replacement.num_promotions,  # of compressed pages to exact ones
+            "thrash_rate": self._replacement.num_promotions / max(self._replacement.num_moves, 1),
             "kv_bytes_per_token": self.config.token_bytes,
             "kv_cache_usage": 1 - self.idle_units() / self.config.num_units,  # by running requests
             "flash": self.flash.stats() if self.flash else {},

@@ -126,9 +126,9 @@ def score_pages(weights: Tensor, record: AttentionRecord, ages: np.ndarray, impo
         return np.zeros(len(ages))
     if importance == "random":
         return np.random.default_rng(0).random(len(ages))
-    inputs = [torch.from_numpy(x).to(weights.device) for x in (record.features(len(ages)), ages.astype(np.float32))]
-    terms = weights[:3] * torch.from_numpy(record.factors).to(weights.device)
-    scores = ops.score(*inputs, torch.cat([terms / terms.sum().clamp_min(1e-6), weights[3:]]))
+    features, away = (torch.from_numpy(x).to(weights) for x in (record.features(len(ages)), ages))
+    terms = weights[:3] * torch.from_numpy(record.factors).to(weights)
+    scores = ops.score(features, away, torch.cat([terms / terms.sum().clamp_min(1e-6), weights[3:]]))
     return scores.double().cpu().numpy()
 
 
@@ -136,9 +136,10 @@ def adapt(weights: Tensor, record: AttentionRecord, ages: np.ndarray, lifts: np.
     """Let the sequence's own alpha, beta and gamma follow its text: one small step towards scores that would have told
     the newest lifts [pages] apart, from what the record has before it observes them."""
     known = len(record.seen)
-    inputs = [torch.from_numpy(x).to(weights.device) for x in (record.features(known), ages[:known].astype(np.float32))]
-    alone = [torch.cat([row, weights[3:]]) for row in torch.eye(3, device=weights.device)]
-    terms = np.stack([ops.score(*inputs, one).cpu().numpy() for one in alone] + [lifts[:known] / (1 + lifts[:known])])
+    features, away = (torch.from_numpy(x).to(weights) for x in (record.features(known), ages[:known]))
+    alone = [torch.cat([row, weights[3:]]) for row in torch.eye(3).to(weights)]
+    wanted = lifts[:known] / (1 + lifts[:known])
+    terms = np.stack([*(ops.score(features, away, one).cpu().numpy() for one in alone), wanted])
     terms -= terms.mean(1, keepdims=True)
     shares = weights[:3].cpu().numpy() * record.factors
     shares /= max(shares.sum(), 1e-6)

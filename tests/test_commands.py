@@ -230,10 +230,27 @@ def test_doctor_advises_on_a_run(tmp_path, capsys):
             assert f"branch {found[deep]} times" in advice[0] and "--max-prefix-depth 6" in advice[0]
         else:
             assert advice == []
-    for content in ("", "[]", "{"):
+    for content in ("", "[]", "{", "{}", '{"cold_hit_rate": "much"}'):
         file.write_text(content)
-        with pytest.raises(ModelFormatError, match=r"stats\.json"):
+        with pytest.raises(ModelFormatError, match=r"stats\.json|no statistics of a run"):
             doctor.main(["--stats", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("stats", "words"),
+    [
+        ({"cache": {"cold_hit_rate": 0.16}}, ["16% of the tokens that were exact .* a lower --recall"]),
+        ({"cache": {"cold_hit_rate": 0.15, "thrash_rate": 0.25, "prefix_tree_depth": 6}}, []),
+        ({"thrash_rate": 0.4}, ["40% of the moves down were undone, more than 25%: .* --kv-cache-memory"]),
+        ({"dead_gradients": 2, "gradients": {}}, ["2 groups of the scorer's parameters got no gradient"]),
+        ({"dead_gradients": 0}, []),
+    ],
+)
+def test_each_rule_of_the_advice(tmp_path, capsys, stats, words):
+    (tmp_path / "stats.json").write_text(json.dumps(stats))
+    doctor.main(["--stats", str(tmp_path / "stats.json"), "--json"])
+    advice = json.loads(capsys.readouterr().out)["advice"]
+    assert len(advice) == len(words) and all(re.search(a, b) for a, b in zip(words, advice, strict=True))
 
 
 # completion

@@ -50,8 +50,8 @@ def forward(
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
         cos, sin = cos_sin[:, None].chunk(2, dim=-1)
-        rotated = [reference._rotate(x, cos, sin).to(v.dtype).transpose(0, 1) for x in (q, k)]
-        return attend(layer, *rotated, v.transpose(0, 1)).transpose(0, 1)
+        q, k = (reference._rotate(x, cos, sin).to(v.dtype).transpose(0, 1) for x in (q, k))
+        return attend(layer, q, k, v.transpose(0, 1)).transpose(0, 1)
 
     with torch.no_grad():  # training cannot use what inference_mode made
         positions = torch.arange(len(window))
@@ -66,13 +66,19 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
 
 
+def layers_of(llm: LLM, count: int) -> list[int]:
+    """So many layers, spread over the model; 0: all."""
+    depth = llm._model.config.num_layers
+    return sorted({round((i + 0.5) * depth / (count or depth) - 0.5) for i in range(count or depth)})
+
+
 def shares(q: Tensor, k: Tensor, first: int) -> Tensor:
     """Attention of the queries q [Hq, n, D], which stand at `first` on, to the keys k [Hkv, T, D]: mean over the heads
     of a group, [Hkv, n, T] float32."""
     seen = first + q.shape[1]
-    logits = (q.unflatten(0, (len(k), -1)).flatten(1, 2) @ k[:, :seen].mT).float() * q.shape[2] ** -0.5
+    logits = (q.unflatten(0, (len(k), -1)).flatten(1, 2) @ k[:, :seen].mT).float().mul_(q.shape[2] ** -0.5)
     logits = logits.unflatten(1, (-1, q.shape[1]))
-    logits.masked_fill_(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(first + 1), -math.inf)
+    logits[..., first:].masked_fill_(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1), -math.inf)
     return pad(logits.softmax(-1).mean(1), (0, k.shape[1] - seen))
 
 

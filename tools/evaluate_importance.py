@@ -36,6 +36,7 @@ from tools.evaluate_attention import (
     Sample,
     causal,
     forward,
+    layers_of,
     missed,
     recalled,
     record,
@@ -69,13 +70,15 @@ def choose(scorer: Scorer) -> dict[str, Callable[[Sample], Tensor]]:
     }
 
 
-def rows(llm: LLM, scorer: Scorer, texts: dict[str, list[int]], calibration: list[int], blocks: int) -> dict[str, Any]:
+def rows(
+    llm: LLM, scorer: Scorer, texts: dict[str, list[int]], calibration: list[int], blocks: int, count: int
+) -> dict[str, Any]:
     """A row for each signal and text; texts, calibration: one window of tokens each."""
     signals = choose(scorer)
-    layers = range(llm._model.config.num_layers)
+    layers = layers_of(llm, count)
     split = _split(llm, signals["trained"], calibration, layers)
-    kept = {name: [KEPT] * len(layers) for name in (*SINGLE, "random", "hand-weighted sum", "trained", "oracle")}
-    kept |= {"nothing": [0.0] * len(layers), "trained, split": split}
+    kept = {name: dict.fromkeys(layers, KEPT) for name in (*SINGLE, "random", "hand-weighted sum", "trained", "oracle")}
+    kept |= {"nothing": dict.fromkeys(layers, 0.0), "trained, split": split}
     found, ahead, kinds = [], [], []
     unknown = dict.fromkeys(("recall", "missed_mass", "avoidable"))
     for text, window in Progress(texts.items(), desc="Reading", unit="text", shown=True):
@@ -105,22 +108,29 @@ def rows(llm: LLM, scorer: Scorer, texts: dict[str, list[int]], calibration: lis
             for name in PROFILES
         ]
         ahead.append({"text": text, **read_ahead(llm, window, signals)})
-    return {"rows": found, "profiles": kinds, "read_ahead": ahead, "split": split}
+    return {
+        "rows": found,
+        "profiles": kinds,
+        "read_ahead": ahead,
+        "split": {str(layer): part for layer, part in split.items()},
+    }
 
 
-def _split(llm: LLM, signal: Callable[[Sample], Tensor], window: list[int], layers: Sequence[int]) -> list[float]:
+def _split(llm: LLM, signal: Callable[[Sample], Tensor], window: list[int], layers: Sequence[int]) -> dict[int, float]:
     """What to keep in each layer: in proportion to the attention that an even split misses there, at the same bytes."""
     samples = record(llm, window, layers, [len(window) - HORIZON], HORIZON, EVERY)
     lost = [missed(signal(x), x.mass, KEPT) * float(x.mass.sum(1).mean()) for x in samples if x.layer is not None]
     parts = [max(value, 0.2 * sum(lost) / len(lost)) for value in lost]  # a layer that misses nothing keeps some too
-    return [KEPT * len(parts) * part / sum(parts) for part in parts]
+    return {layer: KEPT * len(parts) * part / sum(parts) for layer, part in zip(layers, parts, strict=True)}
 
 
 def divergences(
     llm: LLM, window: list[int], starts: list[int], samples: list[Sample],
-    signals: dict[str, Callable[[Sample], Tensor]], kept: dict[str, list[float]], exact: list[tuple[Tensor, Tensor]],
+    signals: dict[str, Callable[[Sample], Tensor]], kept: dict[str, dict[int, float]],
+    exact: list[tuple[Tensor, Tensor]],
 ) -> dict[str, list[float]]:  # fmt: skip
     """KL in nats a token, of each block behind the starts, by name in `kept`: the fraction kept in each layer."""
+    layers = {x.layer for x in samples}
     floor = [tuple(_floor(x, is_key) for x, is_key in zip(pair, (True, False), strict=True)) for pair in exact]
     known = {(x.layer, x.start): x for x in samples}
     kl = defaultdict(list)
@@ -128,6 +138,15 @@ def divergences(
         ids, old = window[start : start + STEPS], slice(SINKS, start - RECENT)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int = start, old: slice = old) -> Tensor:
+            if layer not in layers:  # its past is exact for all
+                past = [x[:, :start] for x in exact[layer]]
+                all_k, all_v = (
+                    torch.cat(pair, 1)[None].repeat_interleave(len(q) // len(k), 1)
+                    for pair in zip(past, (k, v), strict=True)
+                )
+                same = torch.block_diag(*[torch.ones(STEPS, STEPS, dtype=torch.bool).tril()] * (1 + len(kept)))
+                visible = torch.cat([torch.ones(len(same), start, dtype=torch.bool), same], 1)
+                return scaled_dot_product_attention(q[None], all_k, all_v, visible)[0]
             sample = known[layer, start]
             masks = torch.ones(1 + len(kept), len(k), start, 1, dtype=torch.bool)  # first: all exact
             for mask, (name, fractions) in zip(masks[1:], kept.items(), strict=True):
@@ -166,14 +185,15 @@ def read_ahead(llm: LLM, window: list[int], signals: dict[str, Callable[[Sample]
     """Of the 5 % that a query attends to most, in each KV head, how many were in the set of the query before; and in a
     set of the same size that a signal foretells from the queries before, all of which were observed. Also how many of
     a set have to be read, because they were not in the one before."""
-    layers = [x for x in range(llm._model.config.num_layers) if x % 5 == 2]
+    layers = layers_of(llm, 5)
     first, steps, hits = len(window) - 128, 64, defaultdict(list)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if layer in layers:
             begun = first - 192
             seen = shares(q[:, begun : first + steps], k, begun)
-            attention, before = AttentionRecord(), {}
+            attention = AttentionRecord()
+            before: dict[str, Tensor] = {}
             for i, row in enumerate(seen.unbind(1)):
                 length = begun + i  # of what is there when the query comes
                 old = slice(SINKS, length - RECENT)
@@ -211,7 +231,7 @@ def _overlap(chosen: Tensor, truth: Tensor) -> float:
 
 def _mean(values: Any) -> float:
     taken = list(values)
-    return sum(taken) / len(taken)
+    return float(sum(taken)) / len(taken)
 
 
 def _error(blocks: np.ndarray) -> float:

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _standardise(scorer, samples["train"])
     gradients = check_gradients(scorer, samples["train"], args.keep)
     dead = [name for name, norm in gradients.items() if not norm > 0]
-    report: dict[str, Any] = {"gradients": gradients, "dead": dead}
+    report: dict[str, Any] = {"gradients": gradients, "dead": dead, "dead_gradients": len(dead)}
     if args.check_gradients or dead:
         _print(args, report, "\n".join(f"{name:12} {norm:.3g}" for name, norm in gradients.items()))
         if dead:
@@ -124,13 +124,12 @@ def _check(args: argparse.Namespace) -> None:
 def _samples(args: argparse.Namespace, llm: Any, name: str, count: int) -> list[Sample]:
     """Of the first windows of a text: every other one as if generated (each 16th query observed), the others as if read
     in chunks of 256, of which two are."""
-    from tools.evaluate_attention import record
+    from tools.evaluate_attention import layers_of, record
 
     windows = evaluate_texts.windows([name], llm.tokenizer, args.context, args.context, 0, args.context * count - count)
     if len(windows) < count:
         raise RequestError(f"{name}: {count} windows of {args.context} tokens were asked for, it has {len(windows)}")
-    depth = llm._model.config.num_layers
-    layers = sorted({round((i + 0.5) * depth / args.layers - 0.5) for i in range(args.layers)})
+    layers = layers_of(llm, args.layers)
     step = max(256, (args.context - args.horizon) // 4 // 256 * 256)
     starts = range(2 * step if args.context > 4 * step else step, args.context - args.horizon + 1, step)
     return [
@@ -141,7 +140,7 @@ def _samples(args: argparse.Namespace, llm: Any, name: str, count: int) -> list[
 def _write_samples(samples: dict[str, list[Sample]], path: Path) -> None:
     from safetensors.torch import save_file
 
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for kind, rows in samples.items():
         for i, x in enumerate(rows):
             name = f"{kind} {i} {-1 if x.layer is None else x.layer} {x.start}"
@@ -159,8 +158,11 @@ def _read_samples(path: Path) -> dict[str, list[Sample]]:
     for name in tensors:
         kind, number, layer, start, part = name.split()
         if part == "mass":
-            parts = [tensors[f"{kind} {number} {layer} {start} {x}"] for x in ("features", "ages", "mass")]
-            found[kind][int(number)] = Sample(None if layer == "-1" else int(layer), int(start), *parts, {})
+            features, ages, mass = (
+                tensors[f"{kind} {number} {layer} {start} {x}"] for x in ("features", "ages", "mass")
+            )
+            of = None if layer == "-1" else int(layer)
+            found[kind][int(number)] = Sample(of, int(start), features, ages, mass, {})
     return {kind: [rows[i] for i in sorted(rows)] for kind, rows in found.items()}
 
 
@@ -174,7 +176,7 @@ def _standardise(scorer: Scorer, samples: list[Sample]) -> None:
         ages = torch.cat([x.ages.repeat(len(x.features))[::17] for x in samples])
         decays = [torch.exp(-ages * torch.exp(-scorer.log_tau) / slower) for slower in (1, 8)]
         inputs = torch.cat([torch.cat(seen), torch.stack(decays, 1)], 1)
-        first, last = scorer.relevance[0], scorer.relevance[2]
+        first, last = (layer for layer in scorer.relevance if isinstance(layer, torch.nn.Linear))
         first.weight /= inputs.std(0).clamp_min(1e-3)
         first.bias -= first.weight @ inputs.mean(0)
         last.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
@@ -207,7 +209,8 @@ def loss_of(scorer: Scorer, sample: Sample, fraction: float, temperature: float)
     scores = scorer(sample.features.flatten(0, 1), sample.ages.repeat(len(sample.features))).view(-1, n)
     missed = soft_missed(scores, sample.mass, fraction if sample.layer is not None else _PAGES_KEPT, temperature)
     # Thresholds are scores: these are to use the middle of [0, 1].
-    return missed + 0.05 * (scores.mean() - 0.5).square() + 0.05 * (scores.std() - 0.15).square()
+    loss: Tensor = missed + 0.05 * (scores.mean() - 0.5).square() + 0.05 * (scores.std() - 0.15).square()
+    return loss
 
 
 def check_gradients(scorer: Scorer, samples: list[Sample], fraction: float) -> dict[str, float]:
