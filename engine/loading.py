@@ -38,9 +38,7 @@ _FLASH_BYTES = 4 << 30  # of a flash cache, where no size is given
 _RECALL = 0.05  # of all tokens, where there are copies and no other fraction is asked for
 # Settings of the same name and meaning in EngineConfig and what the cache is made of.
 _OF_CACHE = ("page_size", "eviction_policy", "max_prefix_children", "max_prefix_depth")
-_OF_TIERS = (
-    "adapt", "attention_window", "evict_threshold", "hot_threshold", "importance", "warm_layer_ratio", "warm_threshold",
-)  # fmt: skip
+_OF_TIERS = ("attention_window", "evict_threshold", "hot_threshold", "importance", "warm_layer_ratio", "warm_threshold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +168,7 @@ def _tiers(config: EngineConfig, model: LlamaConfig, max_model_len: int) -> Tier
         hot_layer_size=4 * max_model_len if config.hot_layer_size is None else config.hot_layer_size,
         hot_ratio=0.1 if proposal else config.hot_ratio or 0.0,
         cold_ratio=0.2 if proposal else 0.0,
+        adapt=config.adapt,
         shared=proposal or config.warm_placement == "shared",
         **{name: getattr(config, name) for name in _OF_TIERS},
     )

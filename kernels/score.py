@@ -20,14 +20,13 @@ def _importance_kernel(features, ages, weights, out, count, F: tl.constexpr, HID
     x = tl.where(x > 0.0, tl.minimum(x, 1e6), 0.0)  # also of NaN, which is not above 0
     away = -tl.load(ages + page, mask=there, other=0.0) * tl.load(weights + 3)
     attention, decay, slower = tl.sum(tl.where(column == 1, x, 0.0), 1), tl.exp(away), tl.exp(away / 8.0)
-    logs, first = tl.log(1.0 + x), weights + 4
-    bias, second = first + HIDDEN * (F + 2), first + HIDDEN * (F + 3)
-    total = tl.zeros([BLOCK], tl.float32) + tl.load(second + HIDDEN)
+    logs, first, bias = tl.log(1.0 + x), weights + 4, weights + 4 + HIDDEN * (F + 2)
+    total = tl.zeros([BLOCK], tl.float32) + tl.load(bias + 2 * HIDDEN)
     for i in tl.static_range(HIDDEN):
         row = first + i * (F + 2)
         h = tl.sum(logs * tl.load(row + column), 1) + decay * tl.load(row + F) + slower * tl.load(row + F + 1)
         h += tl.load(bias + i)
-        total += h / (1.0 + tl.exp(-h)) * tl.load(second + i)
+        total += h / (1.0 + tl.exp(-h)) * tl.load(bias + HIDDEN + i)
     score = tl.load(weights) * attention + tl.load(weights + 1) * decay
     tl.store(out + page, score + tl.load(weights + 2) / (1.0 + tl.exp(-total)), mask=there)
 
@@ -39,8 +38,7 @@ def score(features: Tensor, ages: Tensor, weights: Tensor) -> Tensor:
     check("ages", ages, (count,), (torch.float32,))
     check("weights", weights, (4 + SCORE_HIDDEN * (NUM_FEATURES + 4) + 1,), (torch.float32,))
     out = torch.empty_like(ages)
-    if count:
-        _importance_kernel[(triton.cdiv(count, BLOCK.value),)](
-            features, ages, weights, out, count, F=NUM_FEATURES, HIDDEN=SCORE_HIDDEN, num_warps=4, enable_fp_fusion=True
-        )
+    _importance_kernel[(triton.cdiv(count, BLOCK.value),)](
+        features, ages, weights, out, count, F=NUM_FEATURES, HIDDEN=SCORE_HIDDEN, num_warps=4, enable_fp_fusion=True
+    )
     return out

@@ -7,7 +7,6 @@ page has no advantage over a young one (plain sums of attention favour what has 
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -49,8 +48,7 @@ class AttentionRecord:
         self.seen = np.where(ages >= window, np.pad(self.seen, (0, len(ages) - known)) + since, 0)
         share = 1 - since / np.maximum(self.seen[:known, None], since)
         keep = np.minimum(np.exp(-since / (window * _WINDOWS)), share).astype(np.float32)
-        if known:
-            new[..., :known, :] += keep * (self.averages - new[..., :known, :])
+        new[..., :known, :] += keep * (self.averages - new[..., :known, :])
         self.averages, self.length = new, length
 
     def features(self, count: int) -> np.ndarray:
@@ -102,11 +100,9 @@ def load_scorer(path: Path) -> tuple[Scorer, dict[str, str]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: no scorer: {error}") from None
-    version = about.get("feature_version")
-    if version != FEATURE_VERSION:
+    if (version := about.get("feature_version")) != FEATURE_VERSION:
         raise ValueError(f"{path}: a scorer of feature version {version}, {FEATURE_VERSION} is wanted: train it again")
-    found: dict[str, Any] = {name: tuple(value.shape) for name, value in tensors.items()}
-    if found != wanted:
+    if (found := {name: tuple(value.shape) for name, value in tensors.items()}) != wanted:
         raise ValueError(f"{path}: wanted the tensors {wanted}, got {found}")
     if odd := [name for name, value in tensors.items() if not torch.isfinite(value.float()).all()]:
         raise ValueError(f"{path}: NaN or infinity in {', '.join(odd)}")
