@@ -3,10 +3,10 @@
     text --> windows --> the model, attention recorded (evaluate_attention.py) --> samples: what was known, what came
     samples --> scores --> soft choice of the best 5 % --> the attention that it misses --> gradients
 
-The loss is the attention of the next `--horizon` queries that goes to what is not kept, over all that goes to what
-could be. The choice is soft: sigmoid((score - threshold) / temperature), where the threshold is such that so many
-are kept, and moves with the scores; the temperature falls. Training stops where the choice on held-out text no longer
-gets better, and what was best there is kept. With `--resume` it goes on from the checkpoint beside `--out`.
+The loss is the attention of the next `--horizon` queries (or its squares) that goes to what is not kept, over all that
+goes to what could be. The choice is soft: sigmoid((score - threshold) / temperature), where the threshold is such that
+so many are kept, and moves with the scores; the temperature falls. Training stops where the choice on held-out text no
+longer gets better, and what was best there is kept. With `--resume` it goes on from the checkpoint beside `--out`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--windows", type=int, default=2, metavar="N", help="of each text (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=6, metavar="N", help="sampled evenly (default: %(default)s)")
     parser.add_argument("--horizon", type=int, default=512, metavar="N", help="steps that count (default: %(default)s)")
+    parser.add_argument(
+        "--power", type=int, default=1, metavar="N",
+        help="of the attention that counts as missed: 1, or 2, as errors of the output add up (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--keep", type=float, default=0.05, metavar="FRACTION", help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=600, metavar="N", help="at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of samples")
@@ -133,7 +137,9 @@ def _samples(args: argparse.Namespace, llm: Any, name: str, count: int) -> list[
     step = max(256, (args.context - args.horizon) // 4 // 256 * 256)
     starts = range(2 * step if args.context > 4 * step else step, args.context - args.horizon + 1, step)
     return [
-        x for i, w in enumerate(windows[:count]) for x in record(llm, w, layers, starts, args.horizon, (16, 128)[i % 2])
+        sample
+        for i, window in enumerate(windows[:count])
+        for sample in record(llm, window, layers, starts, args.horizon, (16, 128)[i % 2], power=args.power)
     ]
 
 
@@ -177,8 +183,8 @@ def _standardise(scorer: Scorer, samples: list[Sample]) -> None:
         decays = [torch.exp(-ages * torch.exp(-scorer.log_tau) / slower) for slower in (1, 8)]
         inputs = torch.cat([torch.cat(seen), torch.stack(decays, 1)], 1)
         first, last = (layer for layer in scorer.relevance if isinstance(layer, torch.nn.Linear))
-        first.weight /= inputs.std(0).clamp_min(1e-3)
-        first.bias -= first.weight @ inputs.mean(0)
+        first.weight.div_(inputs.std(0).clamp_min(1e-3))
+        first.bias.sub_(first.weight @ inputs.mean(0))
         last.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
         scorer.gamma.fill_(0.6)
 
