@@ -19,7 +19,7 @@ from kernels.reference import score
 FEATURE_VERSION = "2"  # of what a scorer reads: one that was trained on others is refused
 DEFAULT = Path(__file__).with_name("scorer.safetensors")  # made by tools.train_scorer
 # What a profile multiplies alpha, beta and gamma by.
-PROFILES = {"default": (1, 1, 1), "chat": (1, 2, 1), "document": (1, 1, 2), "code": (2, 1, 1)}
+PROFILES = {"default": (1, 1, 1), "chat": (1, 1.5, 1), "document": (1, 1, 1.1), "code": (1.25, 1, 1)}
 # What is averaged, and over how many of the setting's windows: the newest lift; lift / (1 + lift), which says how often
 # a page gets more than its share, and of which no single query decides, three times; the lift itself, twice.
 _WINDOWS = np.array([1e-9, 1, 4, np.inf, 1, np.inf])

@@ -231,6 +231,9 @@ def test_evaluation(directory, trained, capsys):
     (ahead,) = result["read_ahead"]
     assert 0 < ahead["last"] <= 1 and 0 < ahead["trained"] <= 1
     assert sum(result["split"].values()) == pytest.approx(0.05 * len(result["split"]))
+    assert evaluate.main([*words, "--no-kl"]) == 0
+    quick = {row["signal"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert quick["trained"]["missed_mass"] == rows["trained"]["missed_mass"] and "kl" not in quick["trained"]
 
 
 def test_hand_weights_are_those_of_a_new_scorer():

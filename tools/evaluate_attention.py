@@ -84,11 +84,10 @@ def shares(q: Tensor, k: Tensor, first: int) -> Tensor:
 
 def record(
     llm: LLM, window: Sequence[int], layers: Sequence[int], starts: Sequence[int], horizon: int, every: int,
-    keys_values: list[tuple[Tensor, Tensor]] | None = None, power: int = 1,
+    keys_values: list[tuple[Tensor, Tensor]] | None = None,
 ) -> list[Sample]:  # fmt: skip
     """Samples of the layers, and of pages (their mean), at each of the starts, which are multiples of 64. keys_values
-    receives K and V of every layer. power: of the shares of attention that make up the mass; what rounding does to the
-    output adds up as their squares do."""
+    receives K and V of every layer."""
     observed: list[Tensor] = []  # [Hkv, queries, T] of each layer
     samples: list[Sample] = []
     total = torch.zeros(len(window) // PAGE, len(window))
@@ -97,7 +96,7 @@ def record(
         if layer in layers:
             rows = [shares(q[:, at : at + _ROWS], k, at) for at in range(0, len(window), _ROWS)]
             observed.append(torch.cat([x[:, every - 1 :: every] for x in rows], 1))
-            mass = torch.cat([x.pow(power).unflatten(1, (-1, PAGE)).sum(2) for x in rows], 1)  # by 64 queries
+            mass = torch.cat([x.unflatten(1, (-1, PAGE)).sum(2) for x in rows], 1)  # by 64 queries
             total.add_(mass.mean(0) / len(layers))
             norms = {name: x.float().norm(dim=-1) for name, x in (("key", k), ("value", v))}
             samples.extend(_samples(layer, observed[-1], mass, norms, starts, horizon, every))

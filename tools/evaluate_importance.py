@@ -71,12 +71,13 @@ def choose(scorer: Scorer) -> dict[str, Callable[[Sample], Tensor]]:
 
 
 def rows(
-    llm: LLM, scorer: Scorer, texts: dict[str, list[int]], calibration: list[int], blocks: int, count: int
+    llm: LLM, scorer: Scorer, texts: dict[str, list[int]], calibration: list[int] | None, blocks: int, count: int
 ) -> dict[str, Any]:
-    """A row for each signal and text; texts, calibration: one window of tokens each."""
+    """A row for each signal and text; texts, calibration: one window of tokens each. Without calibration
+    neither KL nor read-ahead."""
     signals = choose(scorer)
     layers = layers_of(llm, count)
-    split = _split(llm, signals["trained"], calibration, layers)
+    split = _split(llm, signals["trained"], calibration, layers) if calibration else {}
     kept = {name: dict.fromkeys(layers, KEPT) for name in (*SINGLE, "random", "hand-weighted sum", "trained", "oracle")}
     kept |= {"nothing": dict.fromkeys(layers, 0.0), "trained, split": split}
     found, ahead, kinds = [], [], []
@@ -95,6 +96,13 @@ def rows(
             }
             for name, signal in signals.items()
         }
+        kinds += [
+            {"profile": name, "text": text, **measured["trained" if name == "default" else f"trained, {name}"]}
+            for name in PROFILES
+        ]
+        if not calibration:
+            found += [{"signal": name, "text": text, **values} for name, values in measured.items()]
+            continue
         kl = divergences(llm, window, starts, tokens, signals, kept, keys_values)
         for name in kept:
             blocked, best = np.array(kl[name]), np.array(kl["trained"])
@@ -103,10 +111,6 @@ def rows(
                  "kl": blocked.mean(), "se": _error(blocked),
                 "kl_above_trained": (blocked - best).mean(), "its_se": _error(blocked - best),
             })  # fmt: skip
-        kinds += [
-            {"profile": name, "text": text, **measured["trained" if name == "default" else f"trained, {name}"]}
-            for name in PROFILES
-        ]
         ahead.append({"text": text, **read_ahead(llm, window, signals)})
     return {
         "rows": found,

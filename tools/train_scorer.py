@@ -3,7 +3,7 @@
     text --> windows --> the model, attention recorded (evaluate_attention.py) --> samples: what was known, what came
     samples --> scores --> soft choice of the best 5 % --> the attention that it misses --> gradients
 
-The loss is the attention of the next `--horizon` queries (or its squares) that goes to what is not kept, over all that
+The loss is the attention of the next `--horizon` queries that goes to what is not kept, over all that
 goes to what could be. The choice is soft: sigmoid((score - threshold) / temperature), where the threshold is such that
 so many are kept, and moves with the scores; the temperature falls. Training stops where the choice on held-out text no
 longer gets better, and what was best there is kept. With `--resume` it goes on from the checkpoint beside `--out`.
@@ -48,10 +48,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--windows", type=int, default=2, metavar="N", help="of each text (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=6, metavar="N", help="sampled evenly (default: %(default)s)")
     parser.add_argument("--horizon", type=int, default=512, metavar="N", help="steps that count (default: %(default)s)")
-    parser.add_argument(
-        "--power", type=int, default=1, metavar="N",
-        help="of the attention that counts as missed: 1, or 2, as errors of the output add up (default: %(default)s)",
-    )  # fmt: skip
     parser.add_argument("--keep", type=float, default=0.05, metavar="FRACTION", help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=600, metavar="N", help="at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of samples")
@@ -139,7 +135,7 @@ def _samples(args: argparse.Namespace, llm: Any, name: str, count: int) -> list[
     return [
         sample
         for i, window in enumerate(windows[:count])
-        for sample in record(llm, window, layers, starts, args.horizon, (16, 128)[i % 2], power=args.power)
+        for sample in record(llm, window, layers, starts, args.horizon, (16, 128)[i % 2])
     ]
 
 
