@@ -92,11 +92,11 @@ def _ranked(args: argparse.Namespace) -> dict[str, Any]:
 
     comparison = measure.compare(base, settings, windows, args.score_from)
     rows = []
-    for i, change in enumerate(changes):
+    for i in range(len(settings)):
         pairs = zip(comparison.tallies[i].kl, comparison.tallies[0].kl, strict=True)
         paired = [a - b for a, b in pairs]
         above = {"kl_above_score": measure.mean(paired), "its_se": measure.block_error(paired)}
-        rows.append({**measure.row(comparison, i, change), **above, "chunk": args.chunk})
+        rows.append({**measure.row(comparison, i, settings[i]), **above, "chunk": args.chunk})
     return about | {"rows": rows}
 
 
