@@ -85,6 +85,9 @@ _shtab_isotherm_chat_options=(
   "--flash-cache-dir[directory on flash for exact copies (default\: none)]:DIR:_files -/"
   "--flash-cache-size[bytes that the copies on flash may take, as 20GB]:SIZE:"
   "--flash-cache-persist[leave the copies on flash for the next run]"
+  "--profile[what the text is\: chat, document, code or default\: multipliers of the score\'s terms]:NAME:(default chat document code)"
+  "--scorer[how important pages are\: what tools.train_scorer wrote (default\: the one that ships)]:FILE:"
+  "--adapt[let the score\'s terms follow each text\'s own attention]"
   "--quantization[int8 or int4\: keep the weights in so many bits (default\: as the checkpoint has them)]:NAME:(int8 int4)"
   "--quantization-group[inputs that share a scale in int4\: 32, 64 or 128 (default\: 32, or as the checkpoint has them)]:N:(32 64 128)"
 )
@@ -159,6 +162,9 @@ _shtab_isotherm_generate_options=(
   "--flash-cache-dir[directory on flash for exact copies (default\: none)]:DIR:_files -/"
   "--flash-cache-size[bytes that the copies on flash may take, as 20GB]:SIZE:"
   "--flash-cache-persist[leave the copies on flash for the next run]"
+  "--profile[what the text is\: chat, document, code or default\: multipliers of the score\'s terms]:NAME:(default chat document code)"
+  "--scorer[how important pages are\: what tools.train_scorer wrote (default\: the one that ships)]:FILE:"
+  "--adapt[let the score\'s terms follow each text\'s own attention]"
   "--quantization[int8 or int4\: keep the weights in so many bits (default\: as the checkpoint has them)]:NAME:(int8 int4)"
   "--quantization-group[inputs that share a scale in int4\: 32, 64 or 128 (default\: 32, or as the checkpoint has them)]:N:(32 64 128)"
 )

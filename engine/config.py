@@ -67,8 +67,9 @@ class EngineConfig:
     flash_cache_persist: bool = False
     quantization: str | None = None
     quantization_group: int | None = None
-    profile: str = "default"  # this and what follows come with later versions
-    scorer: None = None
+    profile: str = "default"
+    scorer: str | os.PathLike[str] | None = None
+    adapt: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -43,11 +43,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def advice(stats: dict[str, Any]) -> list[str]:
-    """Which knobs to turn, from a run's statistics: those of `LLM.stats()`, or all that `generate --json` printed."""
+    """Which knobs to turn, from a run's statistics: those of `LLM.stats()`, or what `generate --json` or
+    `tools.train_scorer --json` printed."""
     part = stats.get("cache")
-    values: dict[str, Any] = {key: (part if isinstance(part, dict) else stats).get(key) for key in _ADVICE}
-    require(all(type(value) in (int, float) for value in values.values()), f"no statistics of a run: {values}")
-    return [text.format(values[key], most) for key, (most, text) in _ADVICE.items() if values[key] > most]
+    part = part if isinstance(part, dict) else stats
+    values: dict[str, Any] = {key: part[key] for key in _ADVICE if key in part}
+    known = values and all(type(value) in (int, float) for value in values.values())
+    require(bool(known), f"no statistics of a run or of training: {values}")
+    return [_ADVICE[key][1].format(value, _ADVICE[key][0]) for key, value in values.items() if value > _ADVICE[key][0]]
 
 
 def examine(model: str | None = None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import kernels
 from engine.config import EngineConfig, usable_cpus
@@ -21,6 +22,7 @@ from memory import CapacityError
 from memory.cache import KVCache
 from memory.config import WARM_BITS, CacheConfig, ColdConfig, TierConfig
 from memory.flash import FlashStore, StoreRefused
+from memory.importance import DEFAULT, PROFILES, load_scorer
 from models.checkpoint import TensorInfo, open_checkpoint
 from models.errors import ConfigError, require_config
 from models.files import optional_object, read_object
@@ -87,10 +89,11 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     length = b"%d" % (max_model_len if dynamic else 0)  # which the angles of that one depend on
     marked = tensors if config.flash_cache_dir else {}  # which are read for it
     flash = _flash(config, cache_config, _fingerprint(cache_config, model_config, dtype, marked) + length)
+    scorer = _scorer(config, cache_config, model_config)
     load_weights(weights, tensors, dtype, device, bar, config.check_tensors, stored)
     model = Llama(model_config, weights, ops, max_model_len)
     fingerprint = _fingerprint(cache_config, model_config, dtype, {})
-    cache = KVCache(cache_config, dtype, device, ops, fingerprint=fingerprint, flash=flash)
+    cache = KVCache(cache_config, dtype, device, ops, scorer, fingerprint, flash)
     return Engine(model, cache, tokenizer, frozenset(eos_ids), max_model_len, generation)
 
 
@@ -108,6 +111,26 @@ def _quantization(config: EngineConfig, stored: Quantization | None) -> Quantiza
     return wanted
 
 
+def shape_of(model: LlamaConfig) -> str:
+    """Which model a scorer was trained on, as far as it matters to it."""
+    heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
+    return f"{model.num_layers} layers, {heads}, vocabulary {model.vocab_size}"
+
+
+def _scorer(config: EngineConfig, cache: CacheConfig, model: LlamaConfig) -> Tensor | None:
+    """By what pages are scored, where any may be compressed."""
+    if config.scorer is None and cache.tiers is None:
+        return None
+    try:
+        scorer, about = load_scorer(Path(config.scorer or DEFAULT).expanduser())
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if config.scorer and about.get("model") != shape_of(model):
+        words = "scorer %s was trained on a model of %s, and this one has %s"
+        log.warning(words, config.scorer, about.get("model"), shape_of(model))
+    return scorer.packed(PROFILES[config.profile])
+
+
 def second_cache(engine: Engine, config: EngineConfig) -> Engine:
     """The same model with an empty cache of its own, as `config` asks. Raises ConfigError, CapacityError."""
     model = engine.model
@@ -116,7 +139,8 @@ def second_cache(engine: Engine, config: EngineConfig) -> Engine:
     require_config(max_model_len <= engine.max_model_len, loaded)
     cache_config = _cache_config(config, model.config, 0, model.device, model.dtype)
     fingerprint = _fingerprint(cache_config, model.config, model.dtype, {})
-    cache = KVCache(cache_config, model.dtype, model.device, model.ops, fingerprint=fingerprint)
+    scorer = _scorer(config, cache_config, model.config)
+    cache = KVCache(cache_config, model.dtype, model.device, model.ops, scorer, fingerprint)
     return replace(engine, cache=cache, max_model_len=max_model_len)
 
 
@@ -161,6 +185,7 @@ def _tiers(config: EngineConfig, model: LlamaConfig, max_model_len: int) -> Tier
         hot_layer_size=4 * max_model_len if config.hot_layer_size is None else config.hot_layer_size,
         hot_ratio=0.1 if proposal else config.hot_ratio or 0.0,
         cold_ratio=0.2 if proposal else 0.0,
+        adapt=config.adapt,
         shared=proposal or config.warm_placement == "shared",
         **{name: getattr(config, name) for name in _OF_TIERS},
     )

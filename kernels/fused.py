@@ -10,11 +10,12 @@ from kernels.linear import quantized_linear
 from kernels.ops import Weight
 from kernels.prefill import prefill_attention
 from kernels.recall import recall
+from kernels.score import score
 from kernels.tokens import add_rms_norm, rms_norm, rope_store, silu_mul
 
 __all__ = [
     "add_rms_norm", "compress", "decode_attention", "decompress", "linear", "linear_float32", "pack_linear",
-    "prefill_attention", "recall", "rms_norm", "rope_store", "silu_mul",
+    "prefill_attention", "recall", "rms_norm", "rope_store", "score", "silu_mul",
 ]
 
 

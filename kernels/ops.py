@@ -42,6 +42,7 @@ from torch import Tensor
 
 CLIPS = (1.0, 0.85, 0.7, 0.6)
 MEAN_EXPONENT = -8  # means reach from 2^-8 to 2^8
+NUM_FEATURES, SCORE_HIDDEN = 8, 8  # what is known of a page, and the width of the network over it
 
 
 def min_exponent(bits: int) -> int:
@@ -237,3 +238,17 @@ class Ops(Protocol):
     def decompress(self, codes: Tensor, records: Tensor, bits: int, is_key: bool, like: Tensor) -> Tensor:
         """What `compress` kept, [N, page_size, D], as an exact cache `like` [..., page_size, D] would have it: in its
         dtype, not rotated."""
+
+    def score(self, features: Tensor, ages: Tensor, weights: Tensor) -> Tensor:
+        """How important pages are: features [N, NUM_FEATURES] and ages in tokens [N], float32 -> [N] float32 in [0, 1].
+
+        features (memory/importance.py): a page's lift for the newest query; means of lift / (1 + lift) over the window,
+        four of it, and all; means of the lift over the window and all; both neighbours' features[:, 1]. NaN counts as
+        0, more than 1e6 as that. With H = SCORE_HIDDEN:
+
+            attention = features[:, 1]        decay = exp(-ages / tau)
+            relevance = sigmoid(W2 silu(W1 [log(1 + features), decay, exp(-ages / tau / 8)] + b1) + b2)
+            score = alpha * attention + beta * decay + gamma * relevance
+
+        weights: alpha, beta, gamma (that sum to 1), 1 / tau, W1 [H, NUM_FEATURES + 2], b1 [H], W2 [H], b2; flat.
+        """

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ops import AttentionPlan, LayerCache, min_exponent
+from kernels.ops import NUM_FEATURES, SCORE_HIDDEN, AttentionPlan, LayerCache, min_exponent
 from kernels.reference_compress import compress as compress
 from kernels.reference_compress import decode, decode_means, rotate
 from kernels.reference_linear import cpu_computes_bfloat16 as cpu_computes_bfloat16
@@ -33,6 +33,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate.float(), inplace=gate.dtype != torch.float32).mul_(up).to(gate.dtype)
+
+
+def score(features: Tensor, ages: Tensor, weights: Tensor) -> Tensor:
+    known, away = features.nan_to_num(0.0).clamp(0, 1e6), -ages * weights[3]
+    decay, width = away.exp(), NUM_FEATURES + 2
+    inputs = torch.cat([known.log1p(), decay[:, None], (away / 8).exp()[:, None]], 1)
+    first, bias, second, last = weights[4:].split([SCORE_HIDDEN * width, SCORE_HIDDEN, SCORE_HIDDEN, 1])
+    relevance = torch.sigmoid(F.silu(F.linear(inputs, first.view(-1, width), bias)) @ second + last)
+    return torch.stack([known[:, 1], decay, relevance], 1) @ weights[:3]
 
 
 def rope_store(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, slots: Tensor, k_cache: Tensor,

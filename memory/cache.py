@@ -50,16 +50,18 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         ops: Ops,
-        scorer: Scorer | None = None,
+        scorer: Tensor | None = None,
         fingerprint: bytes = b"",
         flash: FlashStore | None = None,
     ) -> None:
-        """Allocates the arena. fingerprint: of the model, for the keys of prefixes. flash: keeps their pages beyond the
-        pool and the process. Raises CapacityError if the device does not have the bytes."""
+        """Allocates the arena. scorer: `Scorer.packed`; hand weights without one. fingerprint: of the model, for the
+        keys of prefixes. flash: keeps their pages beyond the pool and the process. Raises CapacityError if the device
+        does not have the bytes."""
         self.config = config
         self.device = device
         self._frames = Frames(config, dtype, device, ops)
-        self._replacement = Replacement(config, self._frames, scorer or Scorer())
+        weights = Scorer().packed() if scorer is None else scorer
+        self._replacement = Replacement(config, self._frames, ops, weights.detach().to(device))
         self.prefixes = PrefixCache(config, self._frames, fingerprint) if config.prefix_caching else None
         self.flash = flash if config.prefix_caching else None
         self.seconds_per_token = 0.0  # that computing takes; 0 as long as nobody knows
@@ -97,6 +99,7 @@ class KVCache:
             "host_dedup_ratio": float(np.mean(copied)) if len(copied) else 1.0,
             "kv_moves": self._replacement.num_moves,  # of pages, each to a format below its own
             "kv_promotions": self._replacement.num_promotions,  # of compressed pages to exact ones
+            "thrash_rate": self._replacement.num_promotions / max(self._replacement.num_moves, 1),
             "kv_bytes_per_token": self.config.token_bytes,
             "kv_cache_usage": 1 - self.idle_units() / self.config.num_units,  # by running requests
             "flash": self.flash.stats() if self.flash else {},
@@ -330,7 +333,6 @@ class KVCache:
     def observe(self, sequences: Sequence[CachedSequence], plan: AttentionPlan, shares: list[np.ndarray]) -> None:
         """Keep what the step's attention was: shares (`Observation.shares`) of the plan's page columns. Before the
         step's tokens are committed."""
-        assert self.config.tiers is not None
         formats = [self.config.exact_bits, *(warm.bits for warm in plan.warm)]
         first = np.cumsum([0, plan.page_table.shape[1], *(warm.codes.shape[1] for warm in plan.warm)])
         lengths = (plan.exact_lens.cpu().numpy() + self.config.page_size * sum(
@@ -344,7 +346,7 @@ class KVCache:
                 lifts[places] = share[column : column + len(places)]
             sequence.warm_mass = float(lifts[bits < self.config.exact_bits].sum())
             lifts *= length / self.config.page_size
-            sequence.attention.observe(lifts, length, self.config.tiers.attention_window)
+            self._replacement.observe(sequence, lifts, length)
 
     def commit(self, sequence: CachedSequence, count: int) -> None:
         """The next `count` tokens have been written."""

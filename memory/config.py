@@ -22,6 +22,7 @@ class TierConfig:
     hot_ratio: float = 0.0  # where above 0, tiers are shares of the pages: the highest scores stay exact, ...
     cold_ratio: float = 0.0  # ... the lowest have 2 bits, and those between 4, whatever the budget
     importance: str = "score"  # score | random | none (the older, the less important)
+    adapt: bool = False  # alpha, beta and gamma follow each sequence's attention
     recalled: bool = False  # queries read what they attend to most from exact copies
     shared: bool = False  # compressed pages lie in shared host memory
 

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from kernels.ops import Ops
 from memory import policy
 from memory.config import WARM_BITS, CacheConfig, TierConfig
 from memory.frames import Frames
-from memory.importance import Scorer, page_ages, score_pages
+from memory.importance import adapt, page_ages, score_pages
 from memory.prefix import CachedSequence
 
 
@@ -29,19 +31,27 @@ class _Survey(NamedTuple):
 class Replacement:
     """Compresses pages of sequences, least important first. Only where the configuration has tiers."""
 
-    def __init__(self, config: CacheConfig, frames: Frames, scorer: Scorer) -> None:
+    def __init__(self, config: CacheConfig, frames: Frames, ops: Ops, scorer: Tensor) -> None:
+        """scorer: `Scorer.packed`, on the device."""
         self.config = config
         self.num_moves = 0
         self.num_promotions = 0  # of compressed pages to exact ones
         self._frames = frames
-        self._scorer = scorer
+        self._ops, self._scorer = ops, scorer
         self._tiers = config.tiers or TierConfig()
         self._costs = {bits: config.page_cost(bits) for bits in (config.exact_bits, *WARM_BITS)}  # bytes of a plane
 
     def scores(self, sequence: CachedSequence) -> np.ndarray:
         """Of its full pages, float64 in [0, 1]."""
         ages = page_ages(sequence.length // self.config.page_size, self.config.page_size, sequence.length)
-        return score_pages(self._scorer, sequence.attention, ages, self._tiers.importance)
+        return score_pages(self._scorer, sequence.attention, ages, self._tiers.importance, self._ops)
+
+    def observe(self, sequence: CachedSequence, lifts: np.ndarray, length: int) -> None:
+        """What its pages were attended to by the newest queries, once it is `length` tokens long."""
+        ages = page_ages(len(lifts), self.config.page_size, length)
+        if self._tiers.adapt and sequence.attention.length:
+            adapt(self._scorer, sequence.attention, ages, lifts, self._ops)
+        sequence.attention.observe(lifts, ages, length, self._tiers.attention_window)
 
     def shrink(self, sequences: Sequence[CachedSequence], excess: int, limit: int) -> bool:
         """Free `excess` bytes of a plane, if there are as many; says whether any page could move. limit: what the

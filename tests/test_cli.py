@@ -297,8 +297,8 @@ def test_exit_1_for_a_package_that_is_not_there(models, tmp_path):
     assert_one_line(done)
 
 
-def test_settings_of_later_versions_are_refused_by_name(models):
-    for flag, value in (("--scorer", "x"), ("--profile", "long")):
+def test_settings_that_cannot_be_are_refused_by_name(models):
+    for flag, value in (("--scorer", "/nowhere/x"), ("--profile", "long")):
         done = run(models, "-m", "tiny", "-p", "a", flag, value)
         assert done.returncode in (2, 3) and done.stdout == b"" and b"Traceback" not in done.stderr
         assert re.search(rf"error: .*({flag}|{flag[2:].replace('-', '_')})", done.stderr.decode()), done.stderr

@@ -259,6 +259,16 @@ def test_promotion_makes_a_page_exact_again_to_the_bit(exclusive, itemsize):
     assert cache.stats()["kv_cold_bytes"] == 0
 
 
+def test_the_doctor_tells_of_pages_that_go_down_and_up():
+    cache, held = crowded()
+    assert cache.stats()["thrash_rate"] == 0 and not advice(cache.stats())
+    cache.settle([held.sequence])
+    stats = cache.stats()
+    assert stats["thrash_rate"] == stats["kv_promotions"] / stats["kv_moves"] > 0.25
+    (said,) = advice(stats)
+    assert f"{stats['thrash_rate']:.0%} of the moves down were undone" in said and "--kv-cache-memory" in said
+
+
 def test_nothing_is_promoted_from_8_bits_or_into_a_full_pool():
     cache, held = crowded(format="int8")
     cache.settle([held.sequence])

@@ -228,10 +228,27 @@ def test_doctor_advises_on_a_run(tmp_path, capsys):
             assert f"branch {found[deep]} times" in advice[0] and "--max-prefix-depth 6" in advice[0]
         else:
             assert advice == []
-    for content in ("", "[]", "{"):
+    for content in ("", "[]", "{", "{}", '{"cold_hit_rate": "much"}'):
         file.write_text(content)
-        with pytest.raises(ModelFormatError, match=r"stats\.json"):
+        with pytest.raises(ModelFormatError, match=r"stats\.json|no statistics of a run"):
             doctor.main(["--stats", str(file)])
+
+
+@pytest.mark.parametrize(
+    ("stats", "words"),
+    [
+        ({"cache": {"cold_hit_rate": 0.16}}, ["16% of the tokens that were exact .* a lower --recall"]),
+        ({"cache": {"cold_hit_rate": 0.15, "thrash_rate": 0.25, "prefix_tree_depth": 6}}, []),
+        ({"thrash_rate": 0.4}, ["40% of the moves down were undone, more than 25%: .* --kv-cache-memory"]),
+        ({"dead_gradients": 2, "gradients": {}}, ["2 groups of the scorer's parameters got no gradient"]),
+        ({"dead_gradients": 0}, []),
+    ],
+)
+def test_each_rule_of_the_advice(tmp_path, capsys, stats, words):
+    (tmp_path / "stats.json").write_text(json.dumps(stats))
+    doctor.main(["--stats", str(tmp_path / "stats.json"), "--json"])
+    advice = json.loads(capsys.readouterr().out)["advice"]
+    assert len(advice) == len(words) and all(re.search(a, b) for a, b in zip(words, advice, strict=True))
 
 
 # completion
@@ -307,20 +324,8 @@ def test_completion_of_an_unknown_shell():
 # What people type who come from elsewhere.
 
 
-NOT_YET = ("profile", "scorer")
-
-
-@pytest.mark.parametrize("name", NOT_YET)
-def test_flags_of_what_is_not_there_yet_are_refused_with_the_reason(name):
-    for args in ((f"--{name}", "1"), (f"--{name}=1",)):
-        with pytest.raises(SystemExit) as caught:
-            parser("generate").parse_args(["-m", "x", *args])
-        assert caught.value.code == 2
-
-
 def test_the_reasons(capsys):
     for flag, part in (
-        ("--scorer", "--scorer: not available in this version (trained scorers of importance come later)"),
         ("--cache-ram", "unrecognized argument --cache-ram: use --host-cache-size"),
         ("--kv-cache-dtype", "unrecognized argument --kv-cache-dtype: use --kv-budget"),
     ):
@@ -334,7 +339,7 @@ def test_every_setting_is_a_flag_or_refused_by_name():
     for name in EngineConfig.__dataclass_fields__:
         flag = f"--{name.replace('_', '-')}"
         library_only = {"skip_tokenizer_init", "enable_prefix_caching", "max_prefix_children", "recall_block"}
-        assert flag in flags or name in NOT_YET or name in library_only, name
+        assert flag in flags or name in library_only, name
 
 
 @pytest.mark.parametrize(

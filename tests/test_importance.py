@@ -7,9 +7,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from kernels import reference
-from memory.importance import NUM_FEATURES, AttentionRecord, Scorer, page_ages, score_pages
+from kernels.ops import NUM_FEATURES
+from memory.importance import (
+    DEFAULT,
+    FEATURE_VERSION,
+    AttentionRecord,
+    Scorer,
+    adapt,
+    load_scorer,
+    page_ages,
+    score_pages,
+)
 from memory.observation import SAMPLES, Observation
 from tools import float64
 
@@ -23,11 +34,17 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def record_of(*lifts, length=100, window=64):
+def record_of(*lifts, length=100, window=64, size=1):
+    """Observed once after another, a token apart; the tokens are older than the window."""
     record = AttentionRecord()
     for i, values in enumerate(lifts):
-        record.observe(np.array(values, dtype=np.float32), length + i, window)
+        ages = np.full(len(values), 10 * window)
+        record.observe(np.array(values, dtype=np.float32), ages, length + i, window)
     return record
+
+
+def scores_of(scorer, record, ages, importance="score"):
+    return score_pages(scorer.packed().detach(), record, ages, importance, reference)
 
 
 # The scorer.
@@ -44,27 +61,23 @@ def test_scores_are_from_0_to_1(lifts, length, weights):
     with torch.no_grad():
         for parameter, value in zip((scorer.alpha, scorer.beta, scorer.gamma, scorer.log_tau), weights, strict=True):
             parameter.fill_(value)
-    scores = score_pages(scorer, record_of(lifts), page_ages(len(lifts), 16, length), "score")
+    scores = scores_of(scorer, record_of(lifts), page_ages(len(lifts), 16, length))
     assert scores.dtype == np.float64 and scores.shape == (len(lifts),)
     assert (scores >= 0).all() and (scores <= 1 + 1e-6).all()
 
 
 def test_the_formula_by_hand():
-    scorer = Scorer()
-    features, ages = torch.tensor([[3.0, 0.5, 2.0]]), torch.tensor([512.0])
-    attention = (3 / 4 + 0.5) / 2
-    assert math.isclose(
-        float(scorer(features, ages).detach()), 0.6 * attention + 0.3 * math.exp(-1) + 0.1 * 0.5, rel_tol=1e-5
-    )  # fmt: skip
+    features, ages = torch.zeros(1, NUM_FEATURES), torch.tensor([512.0])
+    features[0, 1] = 0.75
+    got = float(Scorer()(features, ages).detach())
+    assert math.isclose(got, 0.6 * 0.75 + 0.3 * math.exp(-1) + 0.1 * 0.5, rel_tol=1e-5)
 
 
 def test_more_attention_and_less_age_score_higher():
-    scorer = Scorer()
     ages = page_ages(3, 16, 48)
     assert ages.tolist() == [32, 16, 0] and page_ages(3, 16, 40).tolist() == [24, 8, 0]
-    assert np.all(np.diff(score_pages(scorer, AttentionRecord(), ages, "score")) > 0)
-    attended = score_pages(scorer, record_of([9.0, 0.1, 0.1]), ages, "score")
-    assert attended.argmax() == 0
+    assert np.all(np.diff(scores_of(Scorer(), AttentionRecord(), ages)) > 0)
+    assert scores_of(Scorer(), record_of([9.0, 0.1, 0.1]), ages).argmax() == 0
 
 
 def test_gradients_reach_every_parameter():
@@ -99,7 +112,16 @@ def test_weights_of_nothing_are_no_division_by_zero():
     with torch.no_grad():
         for parameter in (scorer.alpha, scorer.beta, scorer.gamma):
             parameter.zero_()
-    assert score_pages(scorer, AttentionRecord(), np.arange(4), "score").tolist() == [0.0] * 4
+    assert scores_of(scorer, AttentionRecord(), np.arange(4)).tolist() == [0.0] * 4
+
+
+def test_factors_change_the_terms_weights():
+    features, ages = torch.rand(9, NUM_FEATURES), torch.rand(9) * 1000
+    scorer, weighted = Scorer(), Scorer()
+    with torch.no_grad():
+        weighted.beta.mul_(2)
+    got = reference.score(features, ages, scorer.packed((1, 2, 1)))
+    torch.testing.assert_close(got, weighted(features, ages))
 
 
 def test_a_scorer_is_the_same_every_time_and_takes_no_random_number_from_the_caller():
@@ -121,26 +143,24 @@ def test_a_scorer_leaves_the_seed_of_gpus_alone(monkeypatch):
 
 
 def test_the_other_modes():
-    scorer, record = Scorer(), record_of([5.0, 0.0, math.nan, 1.0])
-    ages = np.arange(6)
-    assert score_pages(scorer, record, ages, "none").tolist() == [0.0] * 6
-    random = score_pages(scorer, record, ages, "random")
+    record, ages = record_of([5.0, 0.0, math.nan, 1.0]), np.arange(6)
+    assert scores_of(Scorer(), record, ages, "none").tolist() == [0.0] * 6
+    random = scores_of(Scorer(), record, ages, "random")
     assert len(set(random)) == 6 and (random >= 0).all() and (random < 1).all()
     # A page keeps its number while others come.
-    assert score_pages(scorer, record, np.arange(9), "random")[:6].tolist() == random.tolist()
+    assert scores_of(Scorer(), record, np.arange(9), "random")[:6].tolist() == random.tolist()
 
 
 def test_a_page_that_was_never_observed_and_nan():
-    scorer = Scorer()
-    assert score_pages(scorer, AttentionRecord(), np.arange(3), "score").shape == (3,)
-    assert score_pages(scorer, record_of([1.0]), np.arange(3), "score").shape == (3,)
-    assert score_pages(scorer, record_of([1.0] * 5), np.arange(3), "score").shape == (3,)
-    assert score_pages(scorer, AttentionRecord(), np.arange(0), "score").shape == (0,)
-    scores = score_pages(scorer, record_of([math.nan, 1.0]), np.arange(2), "score")
-    assert np.isfinite(scores[1]) and scores[1] > 0
+    for lifts in ([], [1.0], [1.0] * 5):
+        assert scores_of(Scorer(), record_of(lifts) if lifts else AttentionRecord(), np.arange(3)).shape == (3,)
+    assert scores_of(Scorer(), AttentionRecord(), np.arange(0)).shape == (0,)
+    for odd in (math.nan, math.inf):
+        scores = scores_of(Scorer(), record_of([odd, 1.0], [1.0, odd]), np.arange(2))
+        assert np.isfinite(scores).all() and scores[1] > 0
 
 
-# The average.
+# The averages.
 
 
 @settings(max_examples=60, deadline=None)
@@ -149,28 +169,120 @@ def test_a_page_that_was_never_observed_and_nan():
         st.tuples(st.integers(1, 40), st.lists(st.floats(0, 20, width=32), min_size=3, max_size=3)),
         min_size=1, max_size=12,
     ),
-    window=st.integers(1, 200),
+    window=st.integers(4, 200),
 )  # fmt: skip
-def test_the_average_is_an_exponential_one(steps, window):
-    record, length = AttentionRecord(), 0
-    mean, often = [None] * 3, [None] * 3
+def test_the_averages(steps, window):
+    """Of three tokens at 0, 1 and 2: while one is young, the newest; then the mean of all that was observed since it is
+    not, weighted by the tokens between, as long as these are fewer than the window; then an exponential one."""
+    record, length = AttentionRecord(), 3
+    of, span = [lambda x: x, *[lambda x: x / (1 + x)] * 3, *[lambda x: x] * 2], [0, 1, 4, math.inf, 1, math.inf]
+    wanted, seen = [[0.0] * 6 for _ in range(3)], [0] * 3
     for count, lifts in steps:
-        keep = math.exp(-count / window)
         length += count
-        for i, lift in enumerate(lifts):
-            lift = float(np.float32(lift))
-            mean[i] = lift if mean[i] is None else keep * mean[i] + (1 - keep) * lift
-            often[i] = float(lift > 1) if often[i] is None else keep * often[i] + (1 - keep) * (lift > 1)
-        record.observe(np.array(lifts, dtype=np.float32), length, window)
-    np.testing.assert_allclose(record.features[:, 0], mean, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(record.features[:, 1], often, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(record.features[:, 2], np.float32(steps[-1][1]), rtol=1e-6)
+        since = count if record.length else length
+        ages = np.array([length - 1, length - 2, length - 3])
+        for i, lift in enumerate(map(float, np.float32(lifts))):
+            seen[i] = seen[i] + since if ages[i] >= window else 0
+            for j in range(6):
+                keep = 0.0 if seen[i] <= since or not span[j] else min(
+                    math.exp(-since / (window * span[j])), 1 - since / seen[i]
+                )  # fmt: skip
+                wanted[i][j] = keep * wanted[i][j] + (1 - keep) * of[j](lift)
+        record.observe(np.array(lifts, dtype=np.float32), ages, length, window)
+    np.testing.assert_allclose(record.averages, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_new_page_begins_with_what_it_gets():
-    record = record_of([2.0], [4.0, 8.0], length=100, window=1000)
-    assert record.features[1].tolist() == [8.0, 1.0, 8.0]
-    assert 2.0 < record.features[0, 0] < 2.01
+def test_what_a_page_got_while_it_was_new_is_forgotten():
+    record = AttentionRecord()
+    for length, lift in ((70, 500.0), (100, 500.0), (130, 2.0), (140, 4.0)):
+        record.observe(np.array([lift], dtype=np.float32), np.array([length - 64]), length, 64)
+    assert 2.0 < record.averages[0, 4] < 4.0 and record.averages[0, 5] == pytest.approx((30 * 2 + 10 * 4) / 40)
+
+
+def test_features_have_the_neighbours_and_nothing_of_what_was_not_observed():
+    features = record_of([1.0, 3.0, 0.0]).features(5)
+    assert features.shape == (5, NUM_FEATURES) and features.dtype == np.float32
+    assert features[:, 1].tolist() == [0.5, 0.75, 0, 0, 0]
+    assert features[:, 6].tolist() == [0, 0.5, 0.75, 0, 0] and features[:, 7].tolist() == [0.75, 0, 0, 0, 0]
+    assert record_of([1.0, 3.0, 0.0]).features(2).tolist() == [features[0].tolist(), [*features[1, :7], 0]]
+
+
+def test_heads_side_by_side_are_as_each_alone():
+    both, alone = AttentionRecord(), [AttentionRecord(), AttentionRecord()]
+    for length in (40, 50, 70):
+        lifts, ages = np.random.default_rng(length).random((2, length), dtype=np.float32), page_ages(length, 1, length)
+        both.observe(lifts, ages, length, 8)
+        for record, row in zip(alone, lifts, strict=True):
+            record.observe(row, ages, length, 8)
+    np.testing.assert_array_equal(both.features(70), np.stack([record.features(70) for record in alone]))
+
+
+# Files.
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(change=lambda tensors: None, version=FEATURE_VERSION):
+        tensors = {name: value.clone() for name, value in Scorer().state_dict().items()}
+        change(tensors)
+        save_file(tensors, tmp_path / "a.safetensors", {"feature_version": version, "model": "m"})
+        return tmp_path / "a.safetensors"
+
+    return write
+
+
+def test_a_scorer_comes_back_from_its_file(file):
+    scorer, about = load_scorer(file(lambda tensors: tensors["beta"].fill_(0.7)))
+    assert float(scorer.beta.detach()) == pytest.approx(0.7) and about["model"] == "m"
+
+
+@pytest.mark.parametrize(
+    ("change", "version", "words"),
+    [
+        (lambda t: None, "1", "a scorer of feature version 1, 2 is wanted"),
+        (lambda t: t.pop("gamma"), FEATURE_VERSION, "wanted the tensors .*gamma.*, got"),
+        (lambda t: t.update(gamma=torch.zeros(2)), FEATURE_VERSION, r"wanted .*, got .*'gamma': \(2,\)"),
+        (lambda t: t.update(other=torch.zeros(1)), FEATURE_VERSION, "got .*other"),
+        (lambda t: t["relevance.0.weight"].fill_(math.nan), FEATURE_VERSION, "NaN or infinity in relevance.0.weight"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(file, change, version, words):
+    with pytest.raises(ValueError, match=words):
+        load_scorer(file(change, version))
+
+
+def test_no_file_and_no_scorer(tmp_path):
+    (tmp_path / "b").write_bytes(b"not a scorer")
+    for name in ("a", "b"):
+        with pytest.raises(ValueError, match=f"{tmp_path / name}: no scorer"):
+            load_scorer(tmp_path / name)
+
+
+def test_the_scorer_that_ships_is_small_trained_and_says_where_it_is_from():
+    scorer, about = load_scorer(DEFAULT)
+    assert DEFAULT.stat().st_size < 8192 and "tools.train_scorer" in about["command"] and about["model"]
+    assert not torch.equal(scorer.packed(), Scorer().packed())
+
+
+# Following the text.
+
+
+def test_adapting_follows_what_foretells_attention_and_is_bounded():
+    """Lifts that are as the averages were raise alpha over beta, lifts of the newest tokens beta over alpha."""
+    ages = page_ages(40, 16, 640)
+    attended = np.random.default_rng(0).random(40).astype(np.float32) * 5
+    recent = np.exp(-ages / 512).astype(np.float32) * 5
+    for lifts, more, less in ((attended, 0, 1), (recent, 1, 0)):
+        record = record_of(attended, length=640)
+        weights = Scorer().packed().detach()
+        first = record.factors.copy()
+        for i in range(300):
+            adapt(weights, record, ages, lifts, reference)
+            if i == 0:
+                assert record.factors[more] > record.factors[less] and np.abs(record.factors - first).max() < 0.1
+        assert record.factors[more] > record.factors[less] and abs(np.log2(record.factors)).max() <= 1
+    adapt(weights, record, ages, np.full(40, math.nan, dtype=np.float32), reference)
+    assert np.isfinite(record.factors).all()
 
 
 # Observing.

@@ -267,7 +267,8 @@ def test_the_proposal_and_shared_pages(directory, settings):
     report = output.cache_report
     assert output.finish_reason == "length" and report["warm_tokens"] > 0
     if "preset" in settings:
-        assert set(report["pages_by_bits"]) == {2, 4, 32}
+        # 8: a page that was exact when `hot_layer_size` asked for one less, and is among the highest still.
+        assert {2, 4, 32} <= set(report["pages_by_bits"]) <= {2, 4, 8, 32}
     assert_empty(llm)
 
 
@@ -429,7 +430,8 @@ STATS = {
     "num_requests_running", "num_requests_waiting", "num_requests_failed", "num_preemptions", "num_prompt_tokens",
     "num_cached_tokens", "prefix_tree_depth", "kv_prefix_bytes", "weights_bytes", "kv_resident_bytes",
     "kv_capacity_bytes", "kv_shared_bytes", "kv_cold_bytes", "kv_moves", "kv_bytes_per_token", "kv_cache_usage",
-    "max_model_len", "peak_rss_bytes", "kv_promotions", "host_dedup_ratio", "flash", "compute_s_per_token",
+    "max_model_len", "peak_rss_bytes", "kv_promotions", "thrash_rate",
+    "host_dedup_ratio", "flash", "compute_s_per_token",
     "cold_hit_rate", "read_bytes_per_token", "read_ms_per_token",
 }  # fmt: skip
 

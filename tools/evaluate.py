@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 # What the tables for people show; --json has all.
 _COLUMNS = (
     "setting", "resident_ratio", "kl_nats", "kl_se", "noise_kl_nats", "dppl_percent", "dppl_se_percent",
-    "top1_agreement", "weights_bytes", "total_ratio", "read_bytes_per_token", "cold_hit_rate", "moves",
+    "top1_agreement", "weights_bytes", "total_ratio", "kl_above_score", "its_se", "read_bytes_per_token",
+    "cold_hit_rate", "moves",
     "completions", "failures", "rate", "se", "empty", "cut",
 )  # fmt: skip
 _QUANTIZED = (
@@ -65,22 +66,45 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def importance(args: argparse.Namespace) -> dict[str, Any]:
-    """The same budget with pages ranked by score, at random, and by age."""
-    settings = [{"kv_budget": args.kv_budget, "importance": by, **_below(args)} for by in ("score", "random", "none")]
+    """What each signal of importance chooses, misses and costs; with --kv-budget: the engine's pages, ranked."""
+    if args.kv_budget:
+        return _ranked(args)
+    _check(args, [{"scorer": args.scorer}])
+    if args.context % 256 or args.context < 512 + 64 * (args.blocks + 4):
+        raise ConfigError(f"need --context in whole 256 tokens, {512 + 64 * (args.blocks + 4)} at least")
+    args.score_from, args.tokens = 0, 1
+    base, (calibration,), about = _read(argparse.Namespace(**{**vars(args), "text": [args.calibrate]}))
+    from memory.importance import DEFAULT, load_scorer
+    from tools import evaluate_importance
+
+    assert base.tokenizer is not None
+    texts = {
+        name: evaluate_texts.windows([name], base.tokenizer, args.context, args.context, 0, 1)[0] for name in args.text
+    }
+    scorer = load_scorer(Path(args.scorer or DEFAULT))[0]
+    windows = None if args.no_kl else calibration[: args.context]
+    measured = evaluate_importance.rows(base, scorer, texts, windows, args.blocks, args.layers)
+    return about | {"text": args.text, "calibrate": args.calibrate, "blocks": args.blocks, **measured}
+
+
+def _ranked(args: argparse.Namespace) -> dict[str, Any]:
+    """The same budget with pages ranked by score, as the profiles and --adapt change it, at random, and by age."""
+    changes: list[dict[str, Any]] = [{"importance": by} for by in ("score", "random", "none")]
+    changes += [{"adapt": True}, *({"profile": name} for name in ("chat", "document", "code"))]
+    always = {"kv_budget": args.kv_budget, **({"scorer": args.scorer} if args.scorer else {}), **_below(args)}
+    settings = [{**always, **change} for change in changes]
     _check(args, settings)
     base, windows, about = _read(args)
     from tools import evaluate_quality as measure
 
     comparison = measure.compare(base, settings, windows, args.score_from)
-    rows = [{**measure.row(comparison, i, changes), "chunk": args.chunk} for i, changes in enumerate(settings)]
-    differences = []
-    for worse, better in ((1, 0), (2, 0), (2, 1)):
-        pairs = zip(comparison.tallies[worse].kl, comparison.tallies[better].kl, strict=True)
+    rows = []
+    for i in range(len(settings)):
+        pairs = zip(comparison.tallies[i].kl, comparison.tallies[0].kl, strict=True)
         paired = [a - b for a, b in pairs]
-        names = [settings[i]["importance"] for i in (worse, better)]
-        row = {"difference": " - ".join(names), "kl_nats": measure.mean(paired), "kl_se": measure.block_error(paired)}
-        differences.append(row)
-    return about | {"rows": rows, "differences": differences}
+        above = {"kl_above_score": measure.mean(paired), "its_se": measure.block_error(paired)}
+        rows.append({**measure.row(comparison, i, settings[i]), **above, "chunk": args.chunk})
+    return about | {"rows": rows}
 
 
 def knobs(args: argparse.Namespace) -> dict[str, Any]:
@@ -342,13 +366,23 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--header", type=_positive, default=1100, metavar="N", help="tokens before a task (1100)")
     command.add_argument("--max-tokens", type=_positive, default=96, metavar="N", help="of a completion (default: 96)")
 
-    for function, tokens, help in (
-        (knobs, 6_000, "what each setting of the tiers does to moves, bytes and KL"),
-        (importance, 20_000, "ranking pages by score, at random and by age, at the same budget"),
-    ):
-        command = add(function, help)
-        add_text(command, tokens)
-        add_budget(command, False, "0.31")
+    command = add(knobs, "what each setting of the tiers does to moves, bytes and KL")
+    add_text(command, 6_000)
+    add_budget(command, False, "0.31")
+
+    command = add(importance, "signals of importance: what they find, miss and cost; --kv-budget: ranked pages")
+    add_text(command, 6_000)
+    command.set_defaults(context=2048)
+    add_budget(command, False, None)
+    command.add_argument("--scorer", metavar="FILE", help="instead of the one that ships")
+    command.add_argument("--no-kl", action="store_true", help="recall and missed mass only, in a third of the time")
+    command.add_argument("--layers", type=int, default=10, metavar="N", help="with tiers; the others are exact (10)")
+    command.add_argument("--blocks", type=_positive, default=8, metavar="N", help="of 64 predicted tokens (8)")
+    command.add_argument(
+        "--calibrate", default="../shared/data/wikitext2/wiki.valid.tokens.txt", metavar="FILE",
+        help="text by which the split over layers is made (default: %(default)s)",
+    )  # fmt: skip
+
     command = add(context, "perplexity beyond the trained length, by RoPE scaling")
     command.add_argument(
         "--text", required=True, metavar="FILE", help="UTF-8; stdlib; own: what the model itself tells"

@@ -27,16 +27,18 @@ STDLIB = ("argparse", "tarfile", "typing", "inspect", "doctest", "difflib")
 
 
 def read_text(name: str) -> str:
-    """The text of a UTF-8 file, or of `stdlib`. Raises RequestError if it cannot be read."""
+    """The text of a UTF-8 file, of `stdlib`, or of a module of Python, as `module:ast`. Raises RequestError."""
     if name == "stdlib" and not Path(name).is_file():
         return "\n".join(_source(module) for module in STDLIB)
+    if name.startswith("module:") and not Path(name).is_file():
+        return _source(name.removeprefix("module:"))
     return _read(Path(name))
 
 
 def _source(module: str) -> str:
     spec = importlib.util.find_spec(module)
     if spec is None or not (spec.origin or "").endswith(".py"):
-        raise RequestError(f"stdlib: this Python has no source of its module {module}; name a file instead")
+        raise RequestError(f"this Python has no source of its module {module}; name a file instead")
     return _read(Path(str(spec.origin)))
 
 

@@ -127,6 +127,12 @@ class Problem:
     def silu_mul(self, n: int) -> None:
         self.ops.silu_mul(*self.zeros(n, 2 * self.model.intermediate).chunk(2, 1))
 
+    def importance(self, n: int) -> None:
+        from kernels.ops import NUM_FEATURES, SCORE_HIDDEN
+
+        shapes = (n, NUM_FEATURES), (n,), (4 + SCORE_HIDDEN * (NUM_FEATURES + 4) + 1,)
+        self.ops.score(*(self.zeros(*shape, dtype="float32") for shape in shapes))
+
     def rope_store(self, n: int) -> None:
         cos_sin = self.zeros(n, self.model.head_dim, dtype="float32")
         slots = self.torch.arange(n, device=self.device)
@@ -282,6 +288,9 @@ OPS = {
     ),
     "recall swap,4 bits,chunk": Op(
         "_swap_kernel", lambda p, n: p.recall(n, 4, 256), None, 16384, 1024, 0, 16, models=LATER,
+    ),
+    "importance": Op(
+        "_importance_kernel", Problem.importance, lambda m, n: Cost(40 * n, 0, n), traffic_tokens=2048, models=LLAMA_3
     ),
     "compress,4 bits K": Op(
         "_compress_kernel", lambda p, n: p.compress(n, 4, True), lambda m, n: m.compress(n, 4), 2048, 128,

@@ -1,0 +1,158 @@
+"""What the tokens of a window are attended to: recorded from the model, as the cache would see it, and what came after.
+
+    queries     0 ........ start ................. start + horizon ... window
+                [observed  ) every `every`-th       [ the truth: all  )
+    features    what AttentionRecord makes of the observed ones, for each KV head of a layer
+    mass        the attention that each token got from the queries after `start`
+
+The newest tokens and the first four are left out: no design drops or rounds them first, and which they are needs no
+score. Pages are recorded beside tokens: mean over layers and heads, as the cache does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from engine import LLM
+from kernels import reference
+from memory.importance import AttentionRecord, page_ages
+
+SINKS, RECENT, WINDOW, PAGE = 4, 64, 64, 64
+_ROWS = 256  # queries whose attention is held at once
+
+
+@dataclass
+class Sample:
+    """What was known at one point of a window, and what came: of the tokens of one layer, or of pages.
+
+    features [heads, n, NUM_FEATURES], ages [n], mass [heads, n] a query; signals [heads, n] by name, to compare with.
+    """
+
+    layer: int | None  # None: of pages
+    start: int
+    features: Tensor
+    ages: Tensor
+    mass: Tensor
+    signals: dict[str, Tensor]
+
+
+def forward(
+    llm: LLM, window: Sequence[int], attend: Callable[[int, Tensor, Tensor, Tensor], Tensor], start: int | None = None
+) -> Tensor:
+    """Hidden states of the window; attend(layer, q [Hq, T, D], k, v [Hkv, T, D]), rotated -> [Hq, T, D]. start: the
+    window is blocks of 64 tokens that all stand there."""
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
+        cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+        q, k = (reference._rotate(x, cos, sin).to(v.dtype).transpose(0, 1) for x in (q, k))
+        return attend(layer, q, k, v.transpose(0, 1)).transpose(0, 1)
+
+    with torch.no_grad():  # training cannot use what inference_mode made
+        positions = torch.arange(len(window))
+        return llm._model.forward(
+            torch.tensor(window), positions if start is None else start + positions % 64, attention
+        )  # fmt: skip
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Exact attention [Hq, T, D] of a whole window."""
+    k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
+    return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+
+
+def layers_of(llm: LLM, count: int) -> list[int]:
+    """So many layers, spread over the model; 0: all."""
+    depth = llm._model.config.num_layers
+    return sorted({round((i + 0.5) * depth / (count or depth) - 0.5) for i in range(count or depth)})
+
+
+def shares(q: Tensor, k: Tensor, first: int) -> Tensor:
+    """Attention of the queries q [Hq, n, D], which stand at `first` on, to the keys k [Hkv, T, D]: mean over the heads
+    of a group, [Hkv, n, T] float32."""
+    seen = first + q.shape[1]
+    logits = (q.unflatten(0, (len(k), -1)).flatten(1, 2) @ k[:, :seen].mT).float().mul_(q.shape[2] ** -0.5)
+    logits = logits.unflatten(1, (-1, q.shape[1]))
+    logits[..., first:].masked_fill_(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1), -math.inf)
+    return pad(logits.softmax(-1).mean(1), (0, k.shape[1] - seen))
+
+
+def record(
+    llm: LLM, window: Sequence[int], layers: Sequence[int], starts: Sequence[int], horizon: int, every: int,
+    keys_values: list[tuple[Tensor, Tensor]] | None = None,
+) -> list[Sample]:  # fmt: skip
+    """Samples of the layers, and of pages (their mean), at each of the starts, which are multiples of 64. keys_values
+    receives K and V of every layer."""
+    observed: list[Tensor] = []  # [Hkv, queries, T] of each layer
+    samples: list[Sample] = []
+    total = torch.zeros(len(window) // PAGE, len(window))
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer in layers:
+            rows = [shares(q[:, at : at + _ROWS], k, at) for at in range(0, len(window), _ROWS)]
+            observed.append(torch.cat([x[:, every - 1 :: every] for x in rows], 1))
+            mass = torch.cat([x.unflatten(1, (-1, PAGE)).sum(2) for x in rows], 1)  # by 64 queries
+            total.add_(mass.mean(0) / len(layers))
+            norms = {name: x.float().norm(dim=-1) for name, x in (("key", k), ("value", v))}
+            samples.extend(_samples(layer, observed[-1], mass, norms, starts, horizon, every))
+        if keys_values is not None:
+            keys_values.append((k.clone(), v.clone()))
+        return causal(q, k, v)
+
+    forward(llm, window, attend)
+    pages = torch.stack([x.mean(0) for x in observed]).mean(0).unflatten(1, (-1, PAGE)).sum(2) / PAGE
+    samples += _samples(None, pages[None], total.unflatten(1, (-1, PAGE)).sum(2)[None], {}, starts, horizon, every)
+    return samples
+
+
+def _samples(
+    layer: int | None, observed: Tensor, mass: Tensor, norms: dict[str, Tensor], starts: Sequence[int], horizon: int,
+    every: int,
+) -> list[Sample]:  # fmt: skip
+    """observed [heads, queries, n]: shares of tokens, or the mean share of a page's tokens; mass: by 64 queries."""
+    size = 1 if layer is not None else PAGE
+    attention, found = AttentionRecord(), []
+    plain = torch.zeros(2, *observed.shape[::2])  # windowed attention as it is commonly taken: young tokens too
+    for i, row in enumerate(observed.unbind(1)):
+        length = (i + 1) * every
+        count = -(-length // size)
+        ages = page_ages(count, size, length)
+        lifts = row[:, :count] * length
+        attention.observe(lifts.numpy(), ages, length, WINDOW)
+        keep = torch.exp(torch.tensor([-every / WINDOW, -every / WINDOW / 4]))[:, None, None]
+        plain = keep * plain + (1 - keep) * row * length
+        if length in starts:
+            kept = slice(SINKS if size == 1 else 1, (length - RECENT) // size)
+            features = torch.from_numpy(attention.features(count))
+            signals = {
+                "w64": plain[0], "w256": plain[1],
+                "cumulative": (total := observed[:, : i + 1].sum(1)),
+                "age-normalised": total / (length - torch.arange(observed.shape[2]) * size).clamp_min(1),
+                "recency": torch.arange(observed.shape[2]).expand(len(observed), -1).float(),
+            } | {f"{name} norm": -norm for name, norm in norms.items()}  # fmt: skip
+            found.append(
+                Sample(
+                    layer, length, features[:, kept].float(), torch.from_numpy(ages[kept]).float(),
+                    mass[:, length // 64 : (length + horizon) // 64, kept].sum(1) / horizon,
+                    {name: signal[:, kept] for name, signal in signals.items()},
+                )
+            )  # fmt: skip
+    return found
+
+
+def missed(scores: Tensor, mass: Tensor, fraction: float) -> float:
+    """Share of the mass [heads, n] that the `fraction` with the highest scores leaves out, mean over heads."""
+    kept = scores.topk(max(1, round(fraction * scores.shape[1])), 1).indices
+    return float((1 - mass.gather(1, kept).sum(1) / mass.sum(1)).mean())
+
+
+def recalled(scores: Tensor, mass: Tensor, fraction: float) -> float:
+    """How many of the `fraction` with the largest mass are among those with the highest scores."""
+    count = max(1, round(fraction * scores.shape[1]))
+    truth = torch.zeros_like(mass).scatter_(1, mass.topk(count, 1).indices, 1.0)
+    return float(truth.gather(1, scores.topk(count, 1).indices).mean())

@@ -1,0 +1,242 @@
+"""What signals of importance are worth: `python -m tools.evaluate importance`.
+
+Each text gives one window. At several points of it every signal chooses, in each layer and KV head, the 5 % of the old
+tokens that it holds to be important; from then on
+
+    recall       how many of the 10 % that the next 512 queries attend to most are in a choice of 10 %
+    missed_mass  the attention of these queries to old tokens that goes to what is not chosen
+    avoidable    of it, what the oracle, which knows that attention, does not miss: the rest no choice can have
+    kl           of the predictions of the next 64 tokens, where all old tokens but the chosen have 2 bits (the round
+                 trip of `kernels.reference`), to those of the exact cache: the same tokens for every signal
+
+The first four tokens, the newest 64 and the 64 themselves are exact for all. The choice stays as it is for the 64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine import LLM
+from engine.progress import Progress
+from kernels import reference
+from memory.importance import PROFILES, AttentionRecord, Scorer, page_ages
+from tools.evaluate_attention import (
+    PAGE,
+    RECENT,
+    SINKS,
+    WINDOW,
+    Sample,
+    causal,
+    forward,
+    layers_of,
+    missed,
+    recalled,
+    record,
+    shares,
+)
+
+KEPT, TRUTH, HORIZON, STEPS, EVERY = 0.05, 0.1, 512, 64, 16
+SINGLE = ("w64", "w256", "age-normalised", "cumulative", "recency", "key norm", "relevance", "attention")
+TERMS = ("relevance", "attention", "recency")  # of the sum, each alone; the decay ranks as recency does
+
+
+def choose(scorer: Scorer) -> dict[str, Callable[[Sample], Tensor]]:
+    """The signals by name: from a sample to scores [heads, n]."""
+
+    def scored(by: Scorer, factors: tuple[float, ...] = (1, 1, 1)) -> Callable[[Sample], Tensor]:
+        weights = by.packed(factors).detach()
+        return lambda x: reference.score(
+            x.features.flatten(0, 1), x.ages.repeat(len(x.features)), weights
+        ).view_as(x.mass)  # fmt: skip
+
+    random = torch.Generator().manual_seed(0)
+    plain = {name: (lambda x, name=name: x.signals[name]) for name in SINGLE[:6]}
+    return plain | {
+        "relevance": lambda x: x.features[..., 0],
+        "attention": lambda x: x.features[..., 1],
+        "random": lambda x: torch.rand(x.mass.shape, generator=random),
+        "hand-weighted sum": scored(Scorer()),
+        "trained": scored(scorer),
+        **{f"trained, {name}": scored(scorer, factors) for name, factors in PROFILES.items() if name != "default"},
+        "oracle": lambda x: x.mass,
+    }
+
+
+def rows(
+    llm: LLM, scorer: Scorer, texts: dict[str, list[int]], calibration: list[int] | None, blocks: int, count: int
+) -> dict[str, Any]:
+    """A row for each signal and text; texts, calibration: one window of tokens each. Without calibration
+    neither KL nor read-ahead."""
+    signals = choose(scorer)
+    layers = layers_of(llm, count)
+    split = _split(llm, signals["trained"], calibration, layers) if calibration else {}
+    kept = {name: dict.fromkeys(layers, KEPT) for name in (*SINGLE, "random", "hand-weighted sum", "trained", "oracle")}
+    kept |= {"nothing": dict.fromkeys(layers, 0.0), "trained, split": split}
+    found, ahead, kinds = [], [], []
+    unknown = dict.fromkeys(("recall", "missed_mass", "avoidable"))
+    for text, window in Progress(texts.items(), desc="Reading", unit="text", shown=True):
+        starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
+        keys_values: list[tuple[Tensor, Tensor]] = []
+        samples = record(llm, window, layers, starts, HORIZON, EVERY, keys_values)
+        tokens = [x for x in samples if x.layer is not None]
+        least = _mean(missed(x.mass, x.mass, KEPT) for x in tokens)
+        measured = {
+            name: {
+                "recall": _mean(recalled(signal(x), x.mass, TRUTH) for x in tokens),
+                "missed_mass": (mass := _mean(missed(signal(x), x.mass, KEPT) for x in tokens)),
+                "avoidable": mass - least,
+            }
+            for name, signal in signals.items()
+        }
+        kinds += [
+            {"profile": name, "text": text, **measured["trained" if name == "default" else f"trained, {name}"]}
+            for name in PROFILES
+        ]
+        if not calibration:
+            found += [{"signal": name, "text": text, **values} for name, values in measured.items()]
+            continue
+        kl = divergences(llm, window, starts, tokens, signals, kept, keys_values)
+        for name in kept:
+            blocked, best = np.array(kl[name]), np.array(kl["trained"])
+            found.append({
+                "signal": name, "text": text, **measured.get(name, unknown),
+                 "kl": blocked.mean(), "se": _error(blocked),
+                "kl_above_trained": (blocked - best).mean(), "its_se": _error(blocked - best),
+            })  # fmt: skip
+        ahead.append({"text": text, **read_ahead(llm, window, signals)})
+    return {
+        "rows": found,
+        "profiles": kinds,
+        "read_ahead": ahead,
+        "split": {str(layer): part for layer, part in split.items()},
+    }
+
+
+def _split(llm: LLM, signal: Callable[[Sample], Tensor], window: list[int], layers: Sequence[int]) -> dict[int, float]:
+    """What to keep in each layer: in proportion to the attention that an even split misses there, at the same bytes."""
+    samples = record(llm, window, layers, [len(window) - HORIZON], HORIZON, EVERY)
+    lost = [missed(signal(x), x.mass, KEPT) * float(x.mass.sum(1).mean()) for x in samples if x.layer is not None]
+    parts = [max(value, 0.2 * sum(lost) / len(lost)) for value in lost]  # a layer that misses nothing keeps some too
+    return {layer: KEPT * len(parts) * part / sum(parts) for layer, part in zip(layers, parts, strict=True)}
+
+
+def divergences(
+    llm: LLM, window: list[int], starts: list[int], samples: list[Sample],
+    signals: dict[str, Callable[[Sample], Tensor]], kept: dict[str, dict[int, float]],
+    exact: list[tuple[Tensor, Tensor]],
+) -> dict[str, list[float]]:  # fmt: skip
+    """KL in nats a token, of each block behind the starts, by name in `kept`: the fraction kept in each layer."""
+    layers = {x.layer for x in samples}
+    floor = [tuple(_floor(x, is_key) for x, is_key in zip(pair, (True, False), strict=True)) for pair in exact]
+    known = {(x.layer, x.start): x for x in samples}
+    kl = defaultdict(list)
+    for start in Progress(starts, desc="Predicting", unit="block", shown=True):
+        ids, old = window[start : start + STEPS], slice(SINKS, start - RECENT)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, start: int = start, old: slice = old) -> Tensor:
+            if layer not in layers:  # its past is exact for all
+                past = [x[:, :start] for x in exact[layer]]
+                all_k, all_v = (
+                    torch.cat(pair, 1)[None].repeat_interleave(len(q) // len(k), 1)
+                    for pair in zip(past, (k, v), strict=True)
+                )
+                same = torch.block_diag(*[torch.ones(STEPS, STEPS, dtype=torch.bool).tril()] * (1 + len(kept)))
+                visible = torch.cat([torch.ones(len(same), start, dtype=torch.bool), same], 1)
+                return scaled_dot_product_attention(q[None], all_k, all_v, visible)[0]
+            sample = known[layer, start]
+            masks = torch.ones(1 + len(kept), len(k), start, 1, dtype=torch.bool)  # first: all exact
+            for mask, (name, fractions) in zip(masks[1:], kept.items(), strict=True):
+                count = round(fractions[layer] * (old.stop - old.start))
+                scores = torch.zeros_like(sample.mass) if not count else signals[name.partition(", split")[0]](sample)
+                best = scores.topk(count, 1).indices
+                mask[:, old, 0] = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, best, True)
+            new = [x.unflatten(1, (len(masks), STEPS)).transpose(0, 1) for x in (q, k, v)]
+            old_k, old_v = (
+                torch.where(masks, x[:, :start], y[:, :start]) for x, y in zip(exact[layer], floor[layer], strict=True)
+            )
+            groups = len(q) // len(k)
+            all_k, all_v = (
+                torch.cat([x, y], 2).repeat_interleave(groups, 1) for x, y in ((old_k, new[1]), (old_v, new[2]))
+            )
+            visible = torch.ones(STEPS, start + STEPS, dtype=torch.bool).tril(start)
+            out = scaled_dot_product_attention(new[0], all_k, all_v, visible)
+            return out.transpose(0, 1).flatten(1, 2)
+
+        hidden = forward(llm, ids * (1 + len(kept)), attend, start)
+        with torch.no_grad():
+            log_p = llm._model.exact_logits(hidden).log_softmax(-1).unflatten(0, (-1, STEPS))
+            for name, other in zip(kept, log_p[1:], strict=True):
+                kl[name].append(float((log_p[0].exp() * (log_p[0] - other)).sum(-1).mean()))
+    return kl
+
+
+def _floor(x: Tensor, is_key: bool) -> Tensor:
+    """K or V [Hkv, T, D] with 2 bits, as pages."""
+    pages = x.unflatten(1, (-1, PAGE)).flatten(0, 1)
+    back = reference.decompress(*reference.compress(pages, 2, is_key), 2, is_key, x[:, :PAGE])
+    return back.view_as(x)
+
+
+def read_ahead(llm: LLM, window: list[int], signals: dict[str, Callable[[Sample], Tensor]]) -> dict[str, Any]:
+    """Of the 5 % that a query attends to most, in each KV head, how many were in the set of the query before; and in a
+    set of the same size that a signal foretells from the queries before, all of which were observed. Also how many of
+    a set have to be read, because they were not in the one before."""
+    layers = layers_of(llm, 5)
+    first, steps, hits = len(window) - 128, 64, defaultdict(list)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if layer in layers:
+            begun = first - 192
+            seen = shares(q[:, begun : first + steps], k, begun)
+            attention = AttentionRecord()
+            before: dict[str, Tensor] = {}
+            for i, row in enumerate(seen.unbind(1)):
+                length = begun + i  # of what is there when the query comes
+                old = slice(SINKS, length - RECENT)
+                if length >= first:
+                    size = round(KEPT * (old.stop - old.start))
+                    ages = torch.from_numpy(page_ages(length, 1, length)).float()[old]
+                    features = torch.from_numpy(attention.features(length))[:, old]
+                    sample = Sample(layer, length, features, ages, row[:, old], {})
+                    truth = _set(row[:, old], size)
+                    sets = {
+                        "trained": _set(signals["trained"](sample), size),
+                        "attention": _set(features[..., 1], size),
+                    }
+                    sets |= {"last": before["truth"]} if before else {}
+                    for name, chosen in sets.items():
+                        hits[name].append(_overlap(chosen, truth))
+                        if name in before:
+                            hits[f"{name}, new"].append(1 - _overlap(before[name], chosen))
+                    before = sets | {"truth": truth}
+                lifts = (row[:, : length + 1] * (length + 1)).numpy()
+                attention.observe(lifts, page_ages(length + 1, 1, length + 1), length + 1, WINDOW)
+        return causal(q, k, v)
+
+    forward(llm, window, attend)
+    return {name: sum(values) / len(values) for name, values in hits.items()}
+
+
+def _set(scores: Tensor, size: int) -> Tensor:
+    return scores.topk(size, 1).indices
+
+
+def _overlap(chosen: Tensor, truth: Tensor) -> float:
+    return float(np.mean([np.isin(b, a).mean() for a, b in zip(chosen.numpy(), truth.numpy(), strict=True)]))
+
+
+def _mean(values: Any) -> float:
+    taken = list(values)
+    return float(sum(taken)) / len(taken)
+
+
+def _error(blocks: np.ndarray) -> float:
+    return float(blocks.std(ddof=1)) / math.sqrt(len(blocks))
