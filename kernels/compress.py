@@ -130,8 +130,7 @@ def compress(x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
     _compress_kernel[(n,)](
         x, codes, records, signs_of(head_dim, x.dtype, x.device), *x.stride()[:2],
         HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, CLIPS=CLIPS if bits < 4 else CLIPS[:1],
-        num_warps=8, enable_fp_fusion=False,  # a product is rounded before it is rounded to an integer
-    )
+        num_warps=8, enable_fp_fusion=False)  # a product is rounded before it is rounded to an integer
     return codes, records
 
 
