@@ -59,19 +59,6 @@ class Arena:
         if self._records.num_free(self._shift) > whole:
             self.allocator.free(record >> self._shift << self.config.record_order)
 
-    def free(self, start: int) -> None:
-        """Give a block back. Raises AllocatorError."""
-        if self.config.poison:
-            size = 1 << self.allocator.block_order(start)
-            self.bytes[:, :, :, start : start + size] = 0xFF  # NaN in every float type
-        self.allocator.free(start)
-
-    def halve(self, start: int) -> None:
-        """Give back the upper half of a block."""
-        upper = self.allocator.halve(start)
-        if self.config.poison:
-            self.bytes[:, :, :, upper : 2 * upper - start] = 0xFF
-
     def compact(self, frames: dict[int, bool]) -> np.ndarray:
         """Move all blocks in use together, the largest first, so that everything free is in blocks as long as can be.
 

@@ -52,10 +52,8 @@ class BuddyAllocator:
 
         num_units: units in the arena, any number >= 0. max_order: longest block (and so the longest run) is
         2^max_order units; default: as long as the arena allows. unit: what one is, for messages.
-        Raises ValueError for a negative number. Runtime and memory O(num_units).
+        Runtime and memory O(num_units).
         """
-        if num_units < 0 or (max_order is not None and max_order < 0):
-            raise ValueError(f"need num_units >= 0 and max_order >= 0, got {num_units} and {max_order}")
         longest = max(num_units.bit_length() - 1, 0)
         self.num_units = self.free_units = num_units  # in all; in free blocks
         self.max_order = longest if max_order is None else min(max_order, longest)
@@ -194,8 +192,8 @@ class BuddyAllocator:
         self.free_units -= 1 << order
         return True
 
-    def halve(self, start: int) -> int:
-        """Give back the upper half of the used block at `start`; returns where that began. The lower half stays used.
+    def halve(self, start: int) -> None:
+        """Give back the upper half of the used block at `start`. The lower half stays used.
 
         Raises AllocatorError if no used block of two units or more starts there. O(1).
         """
@@ -205,7 +203,6 @@ class BuddyAllocator:
         upper = start + (1 << order)
         self._used[start] = self._used[upper] = order + 1
         self.free(upper)
-        return upper
 
     def double(self, start: int) -> bool:
         """Make the used block at `start`, a lower half, one with its buddy if that is free; says whether it did.

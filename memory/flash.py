@@ -311,8 +311,8 @@ def inspect(directory: Path, verify: bool = False) -> list[dict[str, Any]]:
             intact = _name(header) == name and slot_bytes >= start > _SLOT.size
             found = list(_scan(fd, start, slot_bytes, verify)) if intact and version == _VERSION else []
             damaged = found.count(None)
-            row = {"name": name, "bytes": size, "version": version if intact else None}
-            rows.append(row | {"records": len(found) - damaged, "damaged": damaged + (not intact)})
+            counts = {"records": len(found) - damaged, "damaged": damaged + (not intact)}
+            rows.append({"name": name, "bytes": size, "version": version if intact else None} | counts)
     return rows
 
 

@@ -125,7 +125,7 @@ class Frames:
                 last = starts[-1]
         except BaseException:
             for start in starts:
-                self._exact.free(start)
+                allocator.free(start)
             raise
         pages = [self._free_pages.pop() for _ in starts]
         self._start[pages] = starts
@@ -155,7 +155,7 @@ class Frames:
     def halve(self, page: int) -> None:
         """Give back the second half of an exact page's frame, in which nothing is."""
         if page not in self._halves:
-            self._exact.halve(int(self._start[page]))
+            self._exact.allocator.halve(int(self._start[page]))
             self._halves.add(page)
 
     def complete(self, page: int) -> None:
@@ -165,7 +165,7 @@ class Frames:
             new = self._exact.allocator.alloc(order)
             half = 1 << order - 1
             self._exact.bytes[:, :, :, new : new + half] = self._exact.bytes[:, :, :, start : start + half]
-            self._exact.free(start)
+            self._exact.allocator.free(start)
             self._start[page] = new
         self._halves.discard(page)
 
@@ -212,7 +212,7 @@ class Frames:
         try:
             self._frames[:, :, :, start >> self.config.exact_order] = values
         except BaseException:
-            self._exact.free(start)
+            self._exact.allocator.free(start)
             raise
         self._free_codes(page)
         self._warm.free_record(int(self._record[page]))
@@ -238,10 +238,10 @@ class Frames:
         self._free_pages.append(page)
 
     def _free_codes(self, page: int) -> None:
-        arena = self._exact if self.is_exact(page) else self._warm
-        arena.free(int(self._start[page]))
+        allocator = (self._exact if self.is_exact(page) else self._warm).allocator
+        allocator.free(int(self._start[page]))
         if self.bits[page] == 3:
-            arena.free(int(self._high[page]))
+            allocator.free(int(self._high[page]))
 
     def compress(self, pages: np.ndarray, bits: int) -> None:
         """Make the pages, of any wider formats, ones of `bits`."""
@@ -260,7 +260,7 @@ class Frames:
         shape = (self.config.num_layers, self.config.num_kv_heads, len(pages), -1)
         kept, exact = [], None
         if source == self.config.exact_bits:
-            exact = self._frames.index_select(3, self._tensor(self._start[pages] >> self.config.exact_order))
+            exact = self._frames.index_select(3, self.tensor(self._start[pages] >> self.config.exact_order))
             if self.copies is not None:
                 self.copies.put(pages, exact, lossy)
         elif self.copies is not None and self.copies.exact and (self.copies.slots[pages] >= 0).all():
@@ -293,7 +293,7 @@ class Frames:
         planes = ((1, self._start), (0, self._high)) if bits == 3 else ((_order(bits), self._start),)
         rows = [(self.config.unit_bytes << order, table[pages] >> order) for order, table in planes]
         rows.append((self.config.record_bytes, self._record[pages]))
-        return [(self._warm.rows(width), self._tensor(index)) for width, index in rows]
+        return [(self._warm.rows(width), self.tensor(index)) for width, index in rows]
 
     def _compact(self) -> None:
         """Bring the free units together; exact pages that are not halved get whole frames."""
@@ -316,14 +316,15 @@ class Frames:
         return WarmPages(
             bits=bits,
             record_bytes=self.config.record_bytes,
-            codes=self._tensor(padded([self._start[mine] >> _order(bits) for mine in pages])),
-            high=self._tensor(padded([self._high[mine] for mine in pages])) if bits == 3 else None,
-            records=self._tensor(padded([self._record[mine] for mine in pages])),
-            counts=self._tensor(np.array([len(mine) for mine in pages], dtype=np.int32)),
-            copies=self._tensor(padded([self.copies.slots[mine] for mine in pages])) if self.copies else None,
+            codes=self.tensor(padded([self._start[mine] >> _order(bits) for mine in pages])),
+            high=self.tensor(padded([self._high[mine] for mine in pages])) if bits == 3 else None,
+            records=self.tensor(padded([self._record[mine] for mine in pages])),
+            counts=self.tensor(np.array([len(mine) for mine in pages], dtype=np.int32)),
+            copies=self.tensor(padded([self.copies.slots[mine] for mine in pages])) if self.copies else None,
         )
 
-    def _tensor(self, values: np.ndarray) -> Tensor:
+    def tensor(self, values: np.ndarray) -> Tensor:
+        """The values on the cache's device."""
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 

@@ -115,10 +115,6 @@ class PrefixCache:
         self._release(pages)
         return bool(pages)
 
-    def clear(self) -> None:
-        """Let go of all that no running sequence needs."""
-        self._release(self.tree.clear())
-
     def _release(self, pages: list[int]) -> None:
         for page in pages:
             self._kept[page] -= 1
