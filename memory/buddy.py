@@ -54,9 +54,8 @@ class BuddyAllocator:
         2^max_order units; default: as long as the arena allows. unit: what one is, for messages.
         Runtime and memory O(num_units).
         """
-        longest = max(num_units.bit_length() - 1, 0)
         self.num_units = self.free_units = num_units  # in all; in free blocks
-        self.max_order = longest if max_order is None else min(max_order, longest)
+        self.max_order = min(64 if max_order is None else max_order, max(num_units.bit_length() - 1, 0))
         self._unit = unit
         self._used = bytearray(num_units)
         self._free: list[dict[int, None]] = [{} for _ in range(self.max_order + 1)]
@@ -81,9 +80,7 @@ class BuddyAllocator:
         return value - 1
 
     def longest_run(self, order: int) -> int:
-        """How many blocks of `order` the longest free block holds; 0 if none. ValueError if order < 0. O(orders)."""
-        if order < 0:
-            raise ValueError(f"order must be >= 0, got {order}")
+        """How many blocks of `order`, >= 0, the longest free block holds; 0 if none. O(orders)."""
         return next((1 << (k - order) for k in range(self.max_order, order - 1, -1) if self._free[k]), 0)
 
     def used_blocks(self) -> list[int]:

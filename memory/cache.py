@@ -217,9 +217,8 @@ class KVCache:
             if not (torch.isfinite(values).all() and self.flash.write(namespace, key, page, payload, lossy)):
                 break
 
-    def fetch(
-        self, sequence: CachedSequence, tokens: list[int], salt: str, exact: bool, others: Sequence[CachedSequence]
-    ) -> None:
+    def fetch(self, sequence: CachedSequence, tokens: list[int], salt: str, exact: bool,
+              others: Sequence[CachedSequence]) -> None:  # fmt: skip
         """Read the pages that follow the sequence's from flash, as far as it has them, unless computing them is faster.
         What has to go down for it are pages of the others and, if they are settled, of this one."""
         size = self.config.page_size
@@ -270,9 +269,8 @@ class KVCache:
         idle = 0 if self.prefixes is None else int(self._frames.bits[self.prefixes.idle_pages()].sum())
         return self._frames.free_units() + idle
 
-    def make_room(
-        self, num_pages: int, sequences: Sequence[CachedSequence], growing: Sequence[CachedSequence] = ()
-    ) -> None:
+    def make_room(self, num_pages: int, sequences: Sequence[CachedSequence],
+                  growing: Sequence[CachedSequence] = ()) -> None:  # fmt: skip
         """Have room for so many exact pages, at the cost of prefixes that no sequence holds, then of what the sequences
         hold, once the halved last pages of the growing ones are whole. Raises OutOfPages."""
         wanted = num_pages << self.config.exact_order

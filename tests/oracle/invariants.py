@@ -12,6 +12,7 @@ from memory.arena import Arena
 from memory.buddy import BuddyAllocator
 from memory.cache import KVCache
 from memory.config import WARM_BITS
+from memory.flash import FlashStore
 from memory.frames import Frames, _order
 from memory.radix import RadixTree
 
@@ -139,6 +140,7 @@ def _poison(arena, start, units):
 PLAIN = {name: getattr(Frames, name) for name in ("_free_codes", "halve", "complete")}
 Frames._free_codes, Frames.halve, Frames.complete = free_codes, halve, complete
 BuddyAllocator.check = check_allocator
+FlashStore.flush = lambda self: self._writer.submit(int).result()  # waits until all that is queued is written
 RadixTree.check = check_tree
 RadixTree.num_nodes = property(lambda self: sum(bool(node.edge) for node in nodes_of(self)))
 RadixTree.num_values = property(lambda self: sum(len(node.values) for node in nodes_of(self)))
