@@ -47,15 +47,15 @@ class BuddyAllocator:
     Plain Python, no torch: it deals in numbers only. Not safe for threads: one owner calls it.
     """
 
-    def __init__(self, num_units: int, max_order: int | None = None, unit: str = "unit") -> None:
+    def __init__(self, num_units: int, max_order: int = 63, unit: str = "unit") -> None:
         """An arena with every unit free.
 
         num_units: units in the arena, any number >= 0. max_order: longest block (and so the longest run) is
-        2^max_order units; default: as long as the arena allows. unit: what one is, for messages.
+        2^max_order units, or as long as the arena allows. unit: what one is, for messages.
         Runtime and memory O(num_units).
         """
         self.num_units = self.free_units = num_units  # in all; in free blocks
-        self.max_order = min(64 if max_order is None else max_order, max(num_units.bit_length() - 1, 0))
+        self.max_order = min(max_order, max(num_units.bit_length() - 1, 0))
         self._unit = unit
         self._used = bytearray(num_units)
         self._free: list[dict[int, None]] = [{} for _ in range(self.max_order + 1)]

@@ -76,8 +76,7 @@ class KVCache:
 
     def stats(self) -> dict[str, Any]:
         """What the cache holds and did; the keys stay the same from version to version."""
-        copies = self._frames.copies
-        copied = self._frames.owners[copies.slots >= 0] if copies else np.zeros(0)
+        copied = self._frames.owners[self._frames.copies.slots >= 0]
         idle = self.prefixes.idle_pages() if self.prefixes else np.zeros(0, dtype=int)
         return {
             "kv_resident_bytes": self.resident_bytes,

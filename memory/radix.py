@@ -109,9 +109,7 @@ class RadixTree(Generic[V]):
         Raises ValueError for numbers that make no sense.
         """
         if page_size < 1 or item_bytes < 1 or (max_children or 2) < 2 or (max_depth or 1) < 1:
-            raise ValueError(
-                f"need 1 or more (children: 2), got {page_size=} {item_bytes=} {max_depth=} {max_children=}"
-            )
+            raise ValueError(f"need 1, 2 children or more, got {page_size=} {item_bytes=} {max_depth=} {max_children=}")
         self._page_size, self._width, self._max_depth, self._keep = page_size, item_bytes, max_depth, keep
         self._fan, self._cap, self._clock = max_children or maxsize, max(max_depth or 0, 20) + 2, 0
         self._sinking = 0  # values evicted since a priority was seen to have sunk, and not all were looked at again

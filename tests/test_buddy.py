@@ -42,7 +42,7 @@ def assert_same_blocks(buddy, free):
         assert buddy.longest_run(order) == longest >> order
 
 
-@pytest.mark.parametrize(("num_units", "max_order", "seed"), [(1000, None, 0), (4096, None, 1), (777, 5, 2)])
+@pytest.mark.parametrize(("num_units", "max_order", "seed"), [(1000, 63, 0), (4096, 63, 1), (777, 5, 2)])
 def test_a_million_random_operations_against_a_bitmap(num_units, max_order, seed):
     rng = random.Random(seed)
     buddy = BuddyAllocator(num_units, max_order)
@@ -104,7 +104,7 @@ def test_a_million_random_operations_against_a_bitmap(num_units, max_order, seed
 class BuddyMachine(RuleBasedStateMachine):
     """Every public method on a small arena of any size; the model is one block id per unit (None: free)."""
 
-    @initialize(num_units=st.integers(0, 70), max_order=st.none() | st.integers(0, 7))
+    @initialize(num_units=st.integers(0, 70), max_order=st.just(63) | st.integers(0, 7))
     def build(self, num_units, max_order):
         self.buddy = BuddyAllocator(num_units, max_order)
         self.free = [True] * num_units

@@ -531,7 +531,7 @@ def test_a_priority_that_sank_is_seen_before_a_quarter_of_the_leaves_has_gone():
     {"page_size": 1, "max_children": -8}, {"page_size": 1, "max_depth": -1},
 ])  # fmt: skip
 def test_senseless_numbers_are_value_errors(arguments):
-    with pytest.raises(ValueError, match="need 1 or more"):
+    with pytest.raises(ValueError, match="need 1, 2 children"):
         RadixTree(**arguments)
 
 

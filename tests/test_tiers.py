@@ -138,7 +138,7 @@ def assert_copies(cache, held):
     """Every copy is of its page: exact ones to the bit, those of 8 bits within half a step. Compressed pages have one,
     unless there is less place than for all."""
     frames, size = cache._frames, cache.config.page_size
-    if frames.copies is None:
+    if frames.config.cold is None:
         return
     assert cache.stats()["kv_cold_bytes"] <= cache.config.cold.capacity_bytes
     for i, page in enumerate(held.sequence.pages[: held.sequence.length // size]):
