@@ -219,7 +219,6 @@ def _cache_config(
             capacity_bytes=_cache_bytes(config, model, weights, device, dtype),
             tiers=tiers,
             cold=cold,
-            poison=bool(os.environ.get("ISOTHERM_DEBUG_POISON")),
             prefix_caching=config.enable_prefix_caching,
             **{name: getattr(model, name) for name in ("num_layers", "num_kv_heads", "head_dim")},
             **{name: getattr(config, name) for name in _OF_CACHE},

@@ -204,9 +204,8 @@ def _add_slices(acc, rows, lse_row, total, first, last, mask, HEAD_DIM: tl.const
 
 
 @triton.jit(do_not_specialize=["exact_slices", "num_slices"])
-def _merge_kernel(
-        partial_out, partial_lse, out, lse, signs, exact_slices, num_slices,
-        HEAD_DIM: tl.constexpr, MAX_SLICES: tl.constexpr, CHUNK: tl.constexpr):
+def _merge_kernel(partial_out, partial_lse, out, lse, signs, exact_slices, num_slices, HEAD_DIM: tl.constexpr,
+                  MAX_SLICES: tl.constexpr, CHUNK: tl.constexpr):
     """The slices of a sequence and query head as one.
 
     partial_out [num_decodes, Hq, slices, D] float32; from slice exact_slices on in the rotated basis of kernels.ops
@@ -249,11 +248,9 @@ def decode_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: f
     tokens = [plan.max_exact_len] + [warm.codes.shape[1] * page_size for warm in formats]
     exact_slices, *warm_slices = count_slices(num_seqs * num_kv_heads, tokens, page_size, _num_multiprocessors(q))
     num_slices = exact_slices + sum(warm_slices)
-    partial_out, partial_lse = out, lse
-    if num_slices > 1:
-        partial_out = q.new_empty(num_seqs, num_heads, num_slices, head_dim, dtype=torch.float32)
-    if num_slices > 1 or lse is None:
-        partial_lse = q.new_empty(num_seqs, num_heads, num_slices, dtype=torch.float32)
+    partial, shape = num_slices > 1, (num_seqs, num_heads, num_slices)
+    partial_out = q.new_empty(*shape, head_dim, dtype=torch.float32) if partial else out
+    partial_lse = q.new_empty(shape, dtype=torch.float32) if partial or lse is None else lse
     # Chosen by compiling for sm_80 to sm_100 (tools.profile_kernels). Three stages make the page ids asynchronous
     # copies too; with two, every page waits for its id. In float32 the dots run on the CUDA cores and need small tiles.
     num_warps, num_stages = (8, 1) if q.dtype == torch.float32 else (2, 3)
@@ -270,7 +267,7 @@ def decode_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: f
             stride_codes, GROUP=group, HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits,
             num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
         first_slice, first_column, launch_exact = first_slice + launch_exact + slices, first_column + columns, 0
-    if num_slices > 1:
+    if partial:
         _merge_kernel[(num_seqs * num_heads,)](
             partial_out, partial_lse, out, lse, signs, exact_slices, num_slices,
             HEAD_DIM=head_dim, MAX_SLICES=MAX_SLICES, CHUNK=MERGE_CHUNK, num_warps=4, enable_fp_fusion=True)

@@ -208,10 +208,9 @@ def weigh(logit, scale, row_max, row_sum):
 
 
 @triton.jit
-def decode_codes(
-        q, out, lse, logits, k_plane, v_plane, tables, signs, first_page, last_page, scale, num_slices,
-        stride_q_head, stride_logits_head, record_bytes,
-        GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr):
+def decode_codes(q, out, lse, logits, k_plane, v_plane, tables, signs, first_page, last_page, scale, num_slices,
+                 stride_q_head, stride_logits_head, record_bytes, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+                 PAGE_SIZE: tl.constexpr, BITS: tl.constexpr):
     """A slice of decode attention of one sequence and KV head: the pages [first_page, last_page) of one format.
 
     q [GROUP, D]; out [GROUP, num_slices, D] float32, in the rotated basis; lse [GROUP, num_slices]: of this slice

@@ -27,9 +27,8 @@ def _round(x):
 
 
 @triton.jit
-def _compress_kernel(
-        x, codes, records, signs, stride_page, stride_token,
-        HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, CLIPS: tl.constexpr):
+def _compress_kernel(x, codes, records, signs, stride_page, stride_token, HEAD_DIM: tl.constexpr,
+                     PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, CLIPS: tl.constexpr):
     """x [N, PAGE_SIZE, D]; codes [N, BITS * PAGE_SIZE * D / 8] uint8
     records [N, PAGE_SIZE + D (K) or 2 * PAGE_SIZE (V)] uint8; signs [D, D], see signs_of"""
     PARTS: tl.constexpr = 8 if BITS == 3 else 8 // BITS
@@ -106,9 +105,8 @@ def _compress_kernel(
 
 
 @triton.jit
-def _decompress_kernel(
-        codes, records, signs, out, stride_codes, stride_records, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-        BITS: tl.constexpr, IS_KEY: tl.constexpr, TOKENS: tl.constexpr):
+def _decompress_kernel(codes, records, signs, out, stride_codes, stride_records, HEAD_DIM: tl.constexpr,
+                       PAGE_SIZE: tl.constexpr, BITS: tl.constexpr, IS_KEY: tl.constexpr, TOKENS: tl.constexpr):
     """As above; records may be wider; out [N, PAGE_SIZE, D]."""
     page = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
@@ -130,8 +128,7 @@ def compress(x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:
     _compress_kernel[(n,)](
         x, codes, records, signs_of(head_dim, x.dtype, x.device), *x.stride()[:2],
         HEAD_DIM=head_dim, PAGE_SIZE=page_size, BITS=bits, IS_KEY=is_key, CLIPS=CLIPS if bits < 4 else CLIPS[:1],
-        num_warps=8, enable_fp_fusion=False,  # a product is rounded before it is rounded to an integer
-    )
+        num_warps=8, enable_fp_fusion=False)  # a product is rounded before it is rounded to an integer
     return codes, records
 
 

@@ -35,10 +35,8 @@ def _value(code, MIDDLE: tl.constexpr, FLOAT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])  # it changes from step to step
 def _linear_kernel(
-    x, codes, scales, zeros, bias, out, stride_x, tokens,
-    IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-):
+        x, codes, scales, zeros, bias, out, stride_x, tokens, IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr,
+        SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr):
     """x [tokens, IN], any row stride; bias [OUT], or None
     codes uint8: [OUT, IN / 2], of 4 bits, with scales and zeros [OUT, groups]; or [OUT, IN] and scales [OUT], no zeros
     out [SPLITS, tokens, OUT], contiguous: of each split of the inputs its sum
@@ -118,8 +116,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, dt
     _linear_kernel[grid](
         x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, bias, parts, x.stride(0), tokens,
         IN=inputs, OUT=outputs, GROUP=group, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
-        num_warps=num_warps, enable_fp_fusion=True,
-    )
+        num_warps=num_warps, enable_fp_fusion=True)
     if splits > 1:
         _sum_kernel[(triton.cdiv(out.numel(), 512),)](
             parts, out, out.numel(), SPLITS=splits, BLOCK=512, num_warps=4, enable_fp_fusion=True

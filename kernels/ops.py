@@ -182,9 +182,8 @@ class Ops(Protocol):
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) * up, computed in float32. gate, up [T, F] -> [T, F]."""
 
-    def rope_store(
-        self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
-    ) -> None:
+    def rope_store(self, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, slots: Tensor, k_cache: Tensor,
+                   v_cache: Tensor) -> None:
         """Rotate q in place; write rotated k, and v, to their slots of the cache.
 
         q [T, Hq, D], k and v [T, Hkv, D] (the last dimension contiguous; token and head strides free).
@@ -192,9 +191,8 @@ class Ops(Protocol):
         Hugging Face checkpoints (RoPE: arXiv 2104.09864). slots [T] int64.
         """
 
-    def prefill_attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, lse: Tensor | None = None
-    ) -> Tensor:
+    def prefill_attention(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float,
+                          lse: Tensor | None = None) -> Tensor:
         """Attention of the prefill chunks, the sequences [plan.num_decodes, B), over their exact and compressed tokens:
         causal over the chunk itself.
 
@@ -202,10 +200,8 @@ class Ops(Protocol):
         `lse` [query tokens, Hq], where given, receives what it does of `decode_attention`.
         """
 
-    def decode_attention(
-        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float, logits: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> Tensor:
+    def decode_attention(self, q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float,
+                         logits: Tensor | None = None, lse: Tensor | None = None) -> Tensor:
         """Attention of the sequences [0, plan.num_decodes), one query each, over their exact and compressed tokens ->
         the shape of q.
 
@@ -214,9 +210,8 @@ class Ops(Protocol):
         float32 their base-2 log-sum-exp, so that exp2(logits - lse) is the attention each token got.
         """
 
-    def recall(
-        self, q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float
-    ) -> Tensor:
+    def recall(self, q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: AttentionPlan,
+               scale: float) -> Tensor:
         """Attention in which the compressed tokens that matter most are exact: q [T, Hq, D] are the step's queries,
         `out` and `lse` [T, Hq] what attention gave them. -> the shape of q.
 

@@ -12,9 +12,8 @@ from kernels.ops import AttentionPlan, LayerCache
 
 
 @triton.jit
-def _attend_compressed(
-        q, scale, state, k_plane, v_plane, warm, seq,
-        HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BITS: tl.constexpr):
+def _attend_compressed(q, scale, state, k_plane, v_plane, warm, seq, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+                       BITS: tl.constexpr):
     """`attend` to all pages of one format of a sequence; q and the state are rotated.
 
     They are decompressed: among a hundred rows the work of it is little, unlike among the few of decode.
@@ -33,11 +32,10 @@ def _attend_compressed(
 
 
 @triton.jit(do_not_specialize=["num_decodes", "stride_table"])  # they change from step to step
-def _prefill_kernel(
-        q, k_cache, v_cache, out, lse, page_table, query_start, exact_lens, scale, num_decodes, stride_q_token,
-        stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame, stride_table, planes, warm,
-        stride_units_k, stride_units_v, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-        PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
+def _prefill_kernel(q, k_cache, v_cache, out, lse, page_table, query_start, exact_lens, scale, num_decodes,
+                    stride_q_token, stride_q_head, stride_k_head, stride_k_frame, stride_v_head, stride_v_frame,
+                    stride_table, planes, warm, stride_units_k, stride_units_v, GROUP: tl.constexpr,
+                    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
     """A block of queries of a sequence and KV head.
 
     q, out [query tokens of the chunks, Hq, D]; lse [query tokens of the chunks, Hq] float32, or None: out and lse

@@ -82,10 +82,9 @@ def _score_kernel(
 
 
 @triton.jit(do_not_specialize=["pages", "most"])
-def _swap_kernel(
-        q, out, best, chosen, copies, rotated, lse, blocks, slots, units_k, units_v, signs, warm, pages, most, scale,
-        stride_units, stride_slot, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-        PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
+def _swap_kernel(q, out, best, chosen, copies, rotated, lse, blocks, slots, units_k, units_v, signs, warm, pages, most,
+                 scale, stride_units, stride_slot, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+                 PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
     """Exchange, in the output of a tile of a block's rows, the chosen tokens for their copies.
 
     q, out [T, Hq, D], contiguous; out is read, then written

@@ -65,12 +65,11 @@ def _outputs_apart() -> int:
 
 
 def linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    out: Tensor
     if isinstance(weight, Tensor):
-        if weight.is_mkldnn:
-            out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-            return out
-        return F.linear(x, weight, bias)
+        if not weight.is_mkldnn:
+            return F.linear(x, weight, bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
     few = x.device.type == "cpu" and x.dtype == torch.bfloat16 and len(x) <= _FEW_ROWS
     if few and isinstance(weight, PackedInt4):
         (codes, pairs, group), *last = weight.parts
@@ -100,8 +99,7 @@ def linear_float32(x: Tensor, weight: Any) -> Tensor:
 def _converted(x: Tensor, weight: QuantizedWeight | PackedInt4, dtype: torch.dtype) -> Tensor:
     """x @ weight in `dtype`, as many outputs at a time as make `_ELEMENTS`. On a CPU in float32, unless it multiplies
     in bfloat16: what it does not compute in takes it several times as long."""
-    native = x.device.type != "cpu" or (dtype == torch.bfloat16 and cpu_computes_bfloat16())
-    kind = dtype if native else torch.float32
+    kind = dtype if x.device.type != "cpu" or (cpu_computes_bfloat16() and dtype == torch.bfloat16) else torch.float32
     rows = x.to(kind)
     step = max(_ELEMENTS // x.shape[1] // 64, 1) * 64
     if isinstance(weight, PackedInt4):

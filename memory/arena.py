@@ -30,11 +30,9 @@ class Arena:
             else:
                 self.bytes = torch.empty(shape, dtype=torch.uint8, device=device)
         except RuntimeError as error:  # torch raises this for a CPU and its subclass OutOfMemoryError for CUDA
-            size = num_units * config.unit_total_bytes
-            raise CapacityError(
-                f"a KV cache of {size} bytes ({num_units >> config.exact_order} pages) does not fit {device}; "
-                "use a smaller --kv-cache-memory or --max-model-len"
-            ) from error
+            size = f"{num_units * config.unit_total_bytes} bytes ({num_units >> config.exact_order} pages)"
+            hint = "use a smaller --kv-cache-memory or --max-model-len"
+            raise CapacityError(f"a KV cache of {size} does not fit {device}; {hint}") from error
         self.allocator = BuddyAllocator(num_units)
         self._shift = config.records_per_block.bit_length() - 1
         # Of all the records that there could be. Where a whole block of them is free, it is no block of records.
@@ -58,19 +56,6 @@ class Arena:
         self._records.free(record)
         if self._records.num_free(self._shift) > whole:
             self.allocator.free(record >> self._shift << self.config.record_order)
-
-    def free(self, start: int) -> None:
-        """Give a block back. Raises AllocatorError."""
-        if self.config.poison:
-            size = 1 << self.allocator.block_order(start)
-            self.bytes[:, :, :, start : start + size] = 0xFF  # NaN in every float type
-        self.allocator.free(start)
-
-    def halve(self, start: int) -> None:
-        """Give back the upper half of a block."""
-        upper = self.allocator.halve(start)
-        if self.config.poison:
-            self.bytes[:, :, :, upper : 2 * upper - start] = 0xFF
 
     def compact(self, frames: dict[int, bool]) -> np.ndarray:
         """Move all blocks in use together, the largest first, so that everything free is in blocks as long as can be.

@@ -47,18 +47,15 @@ class BuddyAllocator:
     Plain Python, no torch: it deals in numbers only. Not safe for threads: one owner calls it.
     """
 
-    def __init__(self, num_units: int, max_order: int | None = None, unit: str = "unit") -> None:
+    def __init__(self, num_units: int, max_order: int = 63, unit: str = "unit") -> None:
         """An arena with every unit free.
 
         num_units: units in the arena, any number >= 0. max_order: longest block (and so the longest run) is
-        2^max_order units; default: as long as the arena allows. unit: what one is, for messages.
-        Raises ValueError for a negative number. Runtime and memory O(num_units).
+        2^max_order units, or as long as the arena allows. unit: what one is, for messages.
+        Runtime and memory O(num_units).
         """
-        if num_units < 0 or (max_order is not None and max_order < 0):
-            raise ValueError(f"need num_units >= 0 and max_order >= 0, got {num_units} and {max_order}")
-        longest = max(num_units.bit_length() - 1, 0)
         self.num_units = self.free_units = num_units  # in all; in free blocks
-        self.max_order = longest if max_order is None else min(max_order, longest)
+        self.max_order = min(max_order, max(num_units.bit_length() - 1, 0))
         self._unit = unit
         self._used = bytearray(num_units)
         self._free: list[dict[int, None]] = [{} for _ in range(self.max_order + 1)]
@@ -83,9 +80,7 @@ class BuddyAllocator:
         return value - 1
 
     def longest_run(self, order: int) -> int:
-        """How many blocks of `order` the longest free block holds; 0 if none. ValueError if order < 0. O(orders)."""
-        if order < 0:
-            raise ValueError(f"order must be >= 0, got {order}")
+        """How many blocks of `order`, >= 0, the longest free block holds; 0 if none. O(orders)."""
         return next((1 << (k - order) for k in range(self.max_order, order - 1, -1) if self._free[k]), 0)
 
     def used_blocks(self) -> list[int]:
@@ -194,8 +189,8 @@ class BuddyAllocator:
         self.free_units -= 1 << order
         return True
 
-    def halve(self, start: int) -> int:
-        """Give back the upper half of the used block at `start`; returns where that began. The lower half stays used.
+    def halve(self, start: int) -> None:
+        """Give back the upper half of the used block at `start`. The lower half stays used.
 
         Raises AllocatorError if no used block of two units or more starts there. O(1).
         """
@@ -205,7 +200,6 @@ class BuddyAllocator:
         upper = start + (1 << order)
         self._used[start] = self._used[upper] = order + 1
         self.free(upper)
-        return upper
 
     def double(self, start: int) -> bool:
         """Make the used block at `start`, a lower half, one with its buddy if that is free; says whether it did.

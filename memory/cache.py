@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kernels.ops import AttentionPlan, Ops
 from memory.config import CacheConfig
@@ -45,15 +44,8 @@ class KVCache:
     """K and V of every live token. One owner: not safe for threads."""
 
     def __init__(
-        self,
-        config: CacheConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        ops: Ops,
-        scorer: Tensor | None = None,
-        fingerprint: bytes = b"",
-        flash: FlashStore | None = None,
-    ) -> None:
+        self, config: CacheConfig, dtype: torch.dtype, device: torch.device, ops: Ops, scorer: Tensor | None = None,
+        fingerprint: bytes = b"", flash: FlashStore | None = None) -> None:  # fmt: skip
         """Allocates the arena. scorer: `Scorer.packed`; hand weights without one. fingerprint: of the model, for the
         keys of prefixes. flash: keeps their pages beyond the pool and the process. Raises CapacityError if the device
         does not have the bytes."""
@@ -86,8 +78,7 @@ class KVCache:
 
     def stats(self) -> dict[str, Any]:
         """What the cache holds and did; the keys stay the same from version to version."""
-        copies = self._frames.copies
-        copied = self._frames.owners[copies.slots >= 0] if copies else np.zeros(0)
+        copied = self._frames.owners[self._frames.copies.slots >= 0]
         idle = self.prefixes.idle_pages() if self.prefixes else np.zeros(0, dtype=int)
         return {
             "kv_resident_bytes": self.resident_bytes,
@@ -228,9 +219,8 @@ class KVCache:
             if not (torch.isfinite(values).all() and self.flash.write(namespace, key, page, payload, lossy)):
                 break
 
-    def fetch(
-        self, sequence: CachedSequence, tokens: list[int], salt: str, exact: bool, others: Sequence[CachedSequence]
-    ) -> None:
+    def fetch(self, sequence: CachedSequence, tokens: list[int], salt: str, exact: bool,
+              others: Sequence[CachedSequence]) -> None:  # fmt: skip
         """Read the pages that follow the sequence's from flash, as far as it has them, unless computing them is faster.
         What has to go down for it are pages of the others and, if they are settled, of this one."""
         size = self.config.page_size
@@ -238,9 +228,8 @@ class KVCache:
             return
         found = self.flash.match(self.prefixes.namespace(salt), array("i", tokens).tobytes())[sequence.length // size :]
         known = self.flash.stats()
-        if not found or (
-            known["hits"] > 15 and known["read_seconds"] / known["hits"] > size * self.seconds_per_token > 0
-        ):
+        slow = known["hits"] > 15 and known["read_seconds"] / known["hits"] > size * self.seconds_per_token > 0
+        if slow or not found:
             return
         shape = self._frames.page_shape
         for record in found:
@@ -261,7 +250,7 @@ class KVCache:
         """Let go of every prefix that no sequence holds, but these."""
         if self.prefixes is not None:
             self.prefixes.unlock(sequences)
-            self.prefixes.clear()
+            self.prefixes.evict(self.config.num_units)  # as many as there can be
 
     # What the budget moves.
 
@@ -282,9 +271,8 @@ class KVCache:
         idle = 0 if self.prefixes is None else int(self._frames.bits[self.prefixes.idle_pages()].sum())
         return self._frames.free_units() + idle
 
-    def make_room(
-        self, num_pages: int, sequences: Sequence[CachedSequence], growing: Sequence[CachedSequence] = ()
-    ) -> None:
+    def make_room(self, num_pages: int, sequences: Sequence[CachedSequence],
+                  growing: Sequence[CachedSequence] = ()) -> None:  # fmt: skip
         """Have room for so many exact pages, at the cost of prefixes that no sequence holds, then of what the sequences
         hold, once the halved last pages of the growing ones are whole. Raises OutOfPages."""
         wanted = num_pages << self.config.exact_order
@@ -318,10 +306,10 @@ class KVCache:
         present = sorted({bits for pages in tables for bits in self._frames.bits[pages].tolist()} - {exact_bits})
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         return AttentionPlan(
-            query_start=self._tensor(starts),
-            exact_lens=self._tensor(np.array(exact_lens, dtype=np.int32)),
-            page_table=self._tensor(padded(frames)),
-            slots=self._tensor(np.concatenate(slots)),
+            query_start=self._frames.tensor(starts),
+            exact_lens=self._frames.tensor(np.array(exact_lens, dtype=np.int32)),
+            page_table=self._frames.tensor(padded(frames)),
+            slots=self._frames.tensor(np.concatenate(slots)),
             num_decodes=num_decodes,
             max_query_len=max(counts[num_decodes:], default=0),
             max_exact_len=max(exact_lens),
@@ -357,9 +345,6 @@ class KVCache:
                 self._frames.lossy[pages[sequence.length // self.config.page_size :]] = True
         sequence.length += count
         assert self.config.pages_for(sequence.length) <= len(sequence.pages), "tokens written past the reserved pages"
-
-    def _tensor(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
 def _pieces(frames: np.ndarray, length: int, page_size: int) -> tuple[tuple[int, int], ...]:

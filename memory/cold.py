@@ -25,15 +25,15 @@ log = logging.getLogger("isotherm")
 
 
 class HostCopies:
-    """Copies of pages, by page id. Bounded: what finds no place has none."""
+    """Copies of pages, by page id. Bounded: what finds no place has none; without a ColdConfig nothing does."""
 
     def __init__(self, config: CacheConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
         """On a CPU the system backs the buffer with memory only as copies are written."""
-        assert config.cold is not None
         self.slots = np.full(num_pages, -1, dtype=np.int32)
         self.page_bytes = config.copy_bytes
-        count = min(num_pages, config.cold.capacity_bytes // self.page_bytes)
-        exact = self.exact = config.cold.format == "exact"  # what comes back is what was copied, bit for bit
+        count = min(num_pages, config.cold.capacity_bytes // self.page_bytes) if config.cold else 0
+        # Whether what comes back is what was copied, bit for bit.
+        exact = self.exact = config.cold is not None and config.cold.format == "exact"
         width = config.head_dim + (0 if exact else 2)
         shape = (count, config.num_layers, config.num_kv_heads, config.page_size, 2, width)
         self.rows = torch.empty(shape, dtype=dtype if exact else torch.int8, pin_memory=device.type == "cuda")

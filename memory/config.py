@@ -29,8 +29,7 @@ class TierConfig:
     def __post_init__(self) -> None:
         if self.budget is not None and not 0 < self.budget <= 1:
             raise ValueError(f"need a budget above 0, up to 1, got {self.budget}")
-        names = ("hot_threshold", "evict_threshold", "warm_threshold", "warm_layer_ratio", "hot_ratio", "cold_ratio")
-        for name in names:
+        for name in "hot_threshold", "evict_threshold", "warm_threshold", "warm_layer_ratio", "hot_ratio", "cold_ratio":
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"need {name} from 0 to 1, got {getattr(self, name)}")
 
@@ -63,7 +62,6 @@ class CacheConfig:
     page_size: int = 64  # tokens
     tiers: TierConfig | None = None  # None: every page stays exact
     cold: ColdConfig | None = None  # None: what compressing rounds away is gone
-    poison: bool = False  # for debugging: what is freed is overwritten with NaN
     prefix_caching: bool = False  # what sequences leave behind serves those that begin alike
     eviction_policy: str = "importance"  # importance | lru: which prefixes go first
     max_prefix_children: int | None = 8  # of a node of their tree, see memory/radix.py

@@ -131,9 +131,8 @@ def _try(call: Callable[..., None], *args: Any, **options: Any) -> None:
 class FlashStore:
     """Pages of `page_bytes`, found by all tokens that lead to them, `key_bytes` of them a page. One owner calls it."""
 
-    def __init__(
-        self, directory: Path, fingerprint: bytes, page_bytes: int, key_bytes: int, capacity_bytes: int, persist: bool
-    ) -> None:
+    def __init__(self, directory: Path, fingerprint: bytes, page_bytes: int, key_bytes: int, capacity_bytes: int,
+                 persist: bool) -> None:  # fmt: skip
         """Opens what the directory has of this fingerprint. capacity_bytes: of all files of ours there, also those of
         other fingerprints, which are left alone. persist: the file stays there at the end. Raises StoreRefused."""
         self._path, self._key_bytes, self._page_bytes = directory, key_bytes, page_bytes
@@ -163,10 +162,8 @@ class FlashStore:
         room = capacity - sum(sizes.values()) + sizes.get(name, 0)
         slots = (room - _BLOCK) // self._slot_bytes
         if slots < 1:
-            raise StoreRefused(
-                f"{self._path}: a page needs {_BLOCK + self._slot_bytes} bytes, and of {capacity} other models left "
-                f"{room}: set a larger --flash-cache-size, or isotherm cache clear"
-            )
+            need = f"a page needs {_BLOCK + self._slot_bytes} bytes, and of {capacity} other models left {room}"
+            raise StoreRefused(f"{self._path}: {need}: set a larger --flash-cache-size, or isotherm cache clear")
         self._fd = _open(name, directory, stack, os.O_RDWR | (0 if name in sizes else os.O_CREAT | os.O_EXCL))
         if persist:
             stack.callback(_try, os.fsync, self._fd)
@@ -232,10 +229,6 @@ class FlashStore:
         self._writer.submit(self._store, record, image)
         return True
 
-    def flush(self) -> None:
-        """Wait until all that is queued is written."""
-        self._writer.submit(int).result()
-
     def close(self) -> None:
         """Write what is queued, and leave the directory; else that happens when the store, or the process, goes."""
         self._writer.shutdown()
@@ -245,12 +238,9 @@ class FlashStore:
         self._end()
 
     def stats(self) -> dict[str, int | float]:
-        return self._counts | {
-            "records": len(self._records),
-            "flash_bytes": len(self._records) * self._slot_bytes,
-            "read_bytes": self._counts["hits"] * self._page_bytes,
-            "switched_off": self._off,
-        }
+        held = {"records": len(self._records), "flash_bytes": len(self._records) * self._slot_bytes}
+        read = {"read_bytes": self._counts["hits"] * self._page_bytes, "switched_off": self._off}
+        return self._counts | held | read
 
     # Under the lock.
 
@@ -311,8 +301,8 @@ def inspect(directory: Path, verify: bool = False) -> list[dict[str, Any]]:
             intact = _name(header) == name and slot_bytes >= start > _SLOT.size
             found = list(_scan(fd, start, slot_bytes, verify)) if intact and version == _VERSION else []
             damaged = found.count(None)
-            row = {"name": name, "bytes": size, "version": version if intact else None}
-            rows.append(row | {"records": len(found) - damaged, "damaged": damaged + (not intact)})
+            counts = {"records": len(found) - damaged, "damaged": damaged + (not intact)}
+            rows.append({"name": name, "bytes": size, "version": version if intact else None} | counts)
     return rows
 
 

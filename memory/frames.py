@@ -61,8 +61,8 @@ class Frames:
         self._frames = self._exact.bytes.view(dtype).view(shape)
         self.page_shape = (*self._frames.shape[:3], *self._frames.shape[4:])  # of what `read` gives and `write` takes
         count = config.num_units // (WARM_BITS[-1] if config.tiers else config.exact_bits)
-        self.copies = HostCopies(config, count, dtype, device) if config.cold else None
-        rows = self.copies.rows.unbind(1) if self.copies else [None] * config.num_layers
+        self.copies = HostCopies(config, count, dtype, device)
+        rows = self.copies.rows.unbind(1) if config.cold else [None] * config.num_layers
         self.layers = [
             LayerCache(k, v, units_k, units_v, copies)
             for (k, v), (units_k, units_v), copies in zip(self._frames, self._warm.bytes, rows, strict=True)
@@ -103,7 +103,7 @@ class Frames:
     @property
     def table_bytes(self) -> int:
         tables = (self.bits, self._start, self._high, self._record)
-        slots = self.copies.slots.nbytes if self.copies else 0
+        slots = self.copies.slots.nbytes if self.config.cold else 0
         return slots + sum(table.nbytes for table in (tables if self.config.tiers else tables[1:2]))
 
     def alloc(self, after: int | None, missing: int, room: int) -> list[int]:
@@ -125,7 +125,7 @@ class Frames:
                 last = starts[-1]
         except BaseException:
             for start in starts:
-                self._exact.free(start)
+                allocator.free(start)
             raise
         pages = [self._free_pages.pop() for _ in starts]
         self._start[pages] = starts
@@ -136,8 +136,7 @@ class Frames:
 
     def num_copied(self, pages: np.ndarray) -> int:
         """How many of the pages are compressed and have a copy."""
-        slots = self.copies.slots[pages] if self.copies else np.full(len(pages), -1)
-        return int(np.count_nonzero((slots >= 0) & (self.bits[pages] < self.config.exact_bits)))
+        return int(np.count_nonzero((self.copies.slots[pages] >= 0) & (self.bits[pages] < self.config.exact_bits)))
 
     def is_exact(self, page: int) -> bool:
         return int(self.bits[page]) == self.config.exact_bits
@@ -155,7 +154,7 @@ class Frames:
     def halve(self, page: int) -> None:
         """Give back the second half of an exact page's frame, in which nothing is."""
         if page not in self._halves:
-            self._exact.halve(int(self._start[page]))
+            self._exact.allocator.halve(int(self._start[page]))
             self._halves.add(page)
 
     def complete(self, page: int) -> None:
@@ -165,7 +164,7 @@ class Frames:
             new = self._exact.allocator.alloc(order)
             half = 1 << order - 1
             self._exact.bytes[:, :, :, new : new + half] = self._exact.bytes[:, :, :, start : start + half]
-            self._exact.free(start)
+            self._exact.allocator.free(start)
             self._start[page] = new
         self._halves.discard(page)
 
@@ -185,14 +184,13 @@ class Frames:
 
     def is_known(self, page: int) -> bool:
         """Whether what was written to the page is still there to be read, in it or in its copy."""
-        return self.is_exact(page) or (self.copies is not None and self.copies.exact and self.copies.slots[page] >= 0)
+        return self.is_exact(page) or (self.copies.exact and bool(self.copies.slots[page] >= 0))
 
     def read(self, page: int) -> tuple[Tensor, bool]:
         """What was written to a page that `is_known`, [layers, 2, KV heads, page_size, D], and whether it was computed
         over rounded K and V."""
         if self.is_exact(page):
             return self._frames[:, :, :, int(self._start[page]) >> self.config.exact_order], bool(self.lossy[page])
-        assert self.copies is not None
         return self.copies.get(np.array([page]))[:, :, :, 0], bool(self.copies.lossy[page])
 
     def write(self, page: int, values: Tensor, lossy: bool) -> None:
@@ -203,7 +201,6 @@ class Frames:
 
     def restore(self, page: int) -> bool:
         """Make a compressed page what it was, by its copy; says whether there was a frame for it."""
-        assert self.copies is not None
         values, lossy = self.read(page)
         try:
             start = self._exact.allocator.alloc(self.config.exact_order)
@@ -212,7 +209,7 @@ class Frames:
         try:
             self._frames[:, :, :, start >> self.config.exact_order] = values
         except BaseException:
-            self._exact.free(start)
+            self._exact.allocator.free(start)
             raise
         self._free_codes(page)
         self._warm.free_record(int(self._record[page]))
@@ -231,22 +228,20 @@ class Frames:
         self._free_codes(page)
         if not self.is_exact(page):
             self._warm.free_record(int(self._record[page]))
-        if self.copies is not None:
-            self.copies.drop(page)
+        self.copies.drop(page)
         self._halves.discard(page)
         self.bits[page] = 0
         self._free_pages.append(page)
 
     def _free_codes(self, page: int) -> None:
-        arena = self._exact if self.is_exact(page) else self._warm
-        arena.free(int(self._start[page]))
+        allocator = (self._exact if self.is_exact(page) else self._warm).allocator
+        allocator.free(int(self._start[page]))
         if self.bits[page] == 3:
-            arena.free(int(self._high[page]))
+            allocator.free(int(self._high[page]))
 
     def compress(self, pages: np.ndarray, bits: int) -> None:
         """Make the pages, of any wider formats, ones of `bits`."""
-        elements = self.config.page_bytes // self.config.itemsize
-        step = max(1, _MOVE_ELEMENTS // elements)
+        step = max(1, _MOVE_ELEMENTS * self.config.itemsize // self.config.page_bytes)
         for source in np.unique(self.bits[pages]).tolist():
             same = pages[self.bits[pages] == source]
             for first in range(0, len(same), step):
@@ -260,10 +255,10 @@ class Frames:
         shape = (self.config.num_layers, self.config.num_kv_heads, len(pages), -1)
         kept, exact = [], None
         if source == self.config.exact_bits:
-            exact = self._frames.index_select(3, self._tensor(self._start[pages] >> self.config.exact_order))
-            if self.copies is not None:
+            exact = self._frames.index_select(3, self.tensor(self._start[pages] >> self.config.exact_order))
+            if self.config.cold:
                 self.copies.put(pages, exact, lossy)
-        elif self.copies is not None and self.copies.exact and (self.copies.slots[pages] >= 0).all():
+        elif self.copies.exact and (self.copies.slots[pages] >= 0).all():
             exact = self.copies.get(pages).to(self.device)  # so that rounding does not add up
         for plane in range(2):
             if exact is not None:
@@ -293,7 +288,7 @@ class Frames:
         planes = ((1, self._start), (0, self._high)) if bits == 3 else ((_order(bits), self._start),)
         rows = [(self.config.unit_bytes << order, table[pages] >> order) for order, table in planes]
         rows.append((self.config.record_bytes, self._record[pages]))
-        return [(self._warm.rows(width), self._tensor(index)) for width, index in rows]
+        return [(self._warm.rows(width), self.tensor(index)) for width, index in rows]
 
     def _compact(self) -> None:
         """Bring the free units together; exact pages that are not halved get whole frames."""
@@ -316,14 +311,15 @@ class Frames:
         return WarmPages(
             bits=bits,
             record_bytes=self.config.record_bytes,
-            codes=self._tensor(padded([self._start[mine] >> _order(bits) for mine in pages])),
-            high=self._tensor(padded([self._high[mine] for mine in pages])) if bits == 3 else None,
-            records=self._tensor(padded([self._record[mine] for mine in pages])),
-            counts=self._tensor(np.array([len(mine) for mine in pages], dtype=np.int32)),
-            copies=self._tensor(padded([self.copies.slots[mine] for mine in pages])) if self.copies else None,
+            codes=self.tensor(padded([self._start[mine] >> _order(bits) for mine in pages])),
+            high=self.tensor(padded([self._high[mine] for mine in pages])) if bits == 3 else None,
+            records=self.tensor(padded([self._record[mine] for mine in pages])),
+            counts=self.tensor(np.array([len(mine) for mine in pages], dtype=np.int32)),
+            copies=self.tensor(padded([self.copies.slots[mine] for mine in pages])) if self.config.cold else None,
         )
 
-    def _tensor(self, values: np.ndarray) -> Tensor:
+    def tensor(self, values: np.ndarray) -> Tensor:
+        """The values on the cache's device."""
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 

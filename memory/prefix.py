@@ -36,8 +36,6 @@ _EVEN = 8192.0
 class CachedSequence:
     """The cached tokens of one request: `length` of them, in the order of `pages`."""
 
-    __slots__ = ("attention", "held", "length", "moves", "pages", "peak_bytes", "reads", "stored", "warm_mass")
-
     def __init__(self) -> None:
         self.pages = array("i")
         self.length = 0
@@ -56,9 +54,8 @@ class PrefixCache:
     def __init__(self, config: CacheConfig, frames: Frames, fingerprint: bytes) -> None:
         self._page_size = size = config.page_size
         self._policy = policy(config.eviction_policy, len(frames.bits), size * array("i").itemsize, _EVEN)
-        self.tree: RadixTree[int] = RadixTree(
-            size, max_children=config.max_prefix_children, max_depth=config.max_prefix_depth, keep=self._policy.keep
-        )
+        bounds = {"max_children": config.max_prefix_children, "max_depth": config.max_prefix_depth}
+        self.tree: RadixTree[int] = RadixTree(size, keep=self._policy.keep, **bounds)
         self._frames = frames
         self._kept = np.zeros(len(frames.bits), dtype=np.int32)  # whether the tree is one of the page's owners
         self._fingerprint = fingerprint
@@ -114,10 +111,6 @@ class PrefixCache:
         pages = self.tree.evict(num_pages)
         self._release(pages)
         return bool(pages)
-
-    def clear(self) -> None:
-        """Let go of all that no running sequence needs."""
-        self._release(self.tree.clear())
 
     def _release(self, pages: list[int]) -> None:
         for page in pages:

@@ -36,7 +36,7 @@ Invariants (tests/oracle/invariants.py asserts them):
     matched inside a page has a tail, there or further down;
   - each leaf that has a value without a lock is in the heap, once;
   - a level has at most max_children children and as many levels below it, a path at most max_depth nodes;
-  - values, evictable values, nodes and heights are as many as a walk finds.
+  - heights are what a walk finds.
 
 Runtime: match O(bytes + nodes on the path), insert O(height) more; lock O(nodes up to one that is locked); evict O(log
 leaves) a value. n children are O(log n) levels deep, or if their items agree in many low digits, as tokens do not, as
@@ -95,8 +95,7 @@ class Match(NamedTuple):
 
 
 class RadixTree(Generic[V]):
-    """Sequences of items, and a value for each of their pages. Not safe for threads: one owner calls it.
-    `num_values`: those that it holds; `num_evictable`: those that no lock needs; `num_nodes`: edges. All O(1)."""
+    """Sequences of items, and a value for each of their pages. Not safe for threads: one owner calls it."""
 
     def __init__(
         self, page_size: int, *, item_bytes: int = 4, max_children: int | None = 8, max_depth: int | None = None,
@@ -110,9 +109,7 @@ class RadixTree(Generic[V]):
         Raises ValueError for numbers that make no sense.
         """
         if page_size < 1 or item_bytes < 1 or (max_children or 2) < 2 or (max_depth or 1) < 1:
-            got = f"{page_size}, {item_bytes}, {max_depth}, {max_children}"
-            raise ValueError(f"need page_size, item_bytes, max_depth >= 1 and max_children >= 2, got {got}")
-        self.num_values = self.num_evictable = self.num_nodes = 0
+            raise ValueError(f"need 1, 2 children or more, got {page_size=} {item_bytes=} {max_depth=} {max_children=}")
         self._page_size, self._width, self._max_depth, self._keep = page_size, item_bytes, max_depth, keep
         self._fan, self._cap, self._clock = max_children or maxsize, max(max_depth or 0, 20) + 2, 0
         self._sinking = 0  # values evicted since a priority was seen to have sunk, and not all were looked at again
@@ -199,7 +196,6 @@ class RadixTree(Generic[V]):
             return given
         kept, given = given[pages:], given[:pages]
         if ends:  # a leaf, which the sequence continues
-            self.num_evictable -= self._evictable(node)
             begin = pages - node.start // page_size
             given += node.values[begin:]
             node.values[begin:] = kept
@@ -217,9 +213,6 @@ class RadixTree(Generic[V]):
                 level, number = level.setdefault(number % self._fan, {}), number // self._fan
             self._resize(node, 0, 1)
             node = level[first] = Node(node, first, length, size, bytearray(key[length * width :]), kept)
-            self.num_nodes += 1
-        self.num_values += len(kept) + pages - len(given)
-        self.num_evictable += self._evictable(node)
         self._use(node, score)
         self._queue(node)
         return given
@@ -245,13 +238,7 @@ class RadixTree(Generic[V]):
                 if not node.values:
                     heappop(heap)
                 self._trim(node)
-        self.num_values -= len(freed)
-        self.num_evictable -= len(freed)
         return freed
-
-    def clear(self) -> list[V]:
-        """Take all values that no lock needs; returns them."""
-        return self.evict(self.num_values)
 
     def _use(self, node: Node[V], score: float) -> None:
         node.last_used = self._clock = self._clock + 1
@@ -273,8 +260,7 @@ class RadixTree(Generic[V]):
                 assert length in node.pins, f"unlocked at item {length}, but locked at {node.pins}"
                 i = node.pins.index(length)
                 pins = node.pins[:i] + node.pins[i + 1 :]
-            before, node.pins = max(node.pins, default=node.start), pins
-            self.num_evictable += before // self._page_size - max(pins, default=node.start) // self._page_size
+            node.pins = pins
             if node.values and not node.heights:
                 self._queue(node)
             if len(pins) != max(step, 0):
@@ -308,7 +294,6 @@ class RadixTree(Generic[V]):
         self._level(upper)[upper.first] = upper
         upper.children = {node.first: node}
         self._resize(upper, 0, node.height)
-        self.num_nodes += 1
         return upper
 
     def _trim(self, node: Node[V]) -> None:
@@ -316,7 +301,6 @@ class RadixTree(Generic[V]):
         while not (node.values or node.heights or node is self._top):
             parent: Node[V] = node.parent
             del self._level(node)[node.first]
-            self.num_nodes -= bool(node.edge)
             self._resize(parent, node.height, 0)
             parent.score, parent.last_used = max(parent.score, node.score), max(parent.last_used, node.last_used)
             node = parent

@@ -227,7 +227,7 @@ def test_a_copy_that_fails_is_made_again(directory, plain, monkeypatch):
 def crowded(policy=False, format="exact", **others):
     """A pool that was full: (cache, one sequence that was compressed for others, which are gone)."""
     config = ColdConfig(format, 1 << 30, exclusive=policy)
-    cache = make_cache(12, cold=config, poison=True, **others)
+    cache = make_cache(12, cold=config, **others)
     held = [Tokens(cache.config) for _ in range(3)]
     for h in held:
         for _ in range(6):

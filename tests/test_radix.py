@@ -104,7 +104,7 @@ class Oracle:
         while self.locks:
             self.unlock()
         self.check()
-        assert sorted(self.tree.clear()) == sorted(self.held)
+        assert sorted(self.tree.evict(10**9)) == sorted(self.held)
         self.held = {}
         self.check()
         assert (self.tree.num_values, self.tree.num_evictable, self.tree.num_nodes, self.tree.depth) == (0, 0, 0, 0)
@@ -143,9 +143,9 @@ class TreeMachine(RuleBasedStateMachine):
         self.oracle.evict(count)
 
     @rule()
-    def clear(self):
+    def evict_all(self):
         evictable = self.oracle.tree.num_evictable
-        freed = self.oracle.tree.clear()
+        freed = self.oracle.tree.evict(10**9)
         assert len(freed) == evictable
         for value in freed:
             del self.oracle.held[value]
@@ -241,7 +241,7 @@ def everything(tree):
     return [
         (id(node), id(node.parent), repr(node.children), repr([getattr(node, name) for name in fields]))
         for node in nodes
-    ], (repr(tree._heap), tree._clock, tree.num_values, tree.num_evictable, tree.num_nodes)
+    ], (repr(tree._heap), tree._clock)
 
 
 def test_match_changes_nothing_at_all():
@@ -306,11 +306,11 @@ def test_namespaces_share_nothing_and_leave_nothing_behind():
     tree.check()
     assert tree.match(key).length == 0
     handle = tree.lock(tree.match(key, b"fingerprint, tenant 7"))
-    assert len(tree.clear()) == 1998
+    assert len(tree.evict(10**9)) == 1998
     tree.check()
     assert (tree.num_values, list(tree._roots)) == (2, [b"fingerprint, tenant 7"])
     tree.unlock(handle)
-    assert tree.clear() == [(7, 1), (7, 0)]
+    assert tree.evict(10**9) == [(7, 1), (7, 0)]
     assert not tree._roots
 
 
@@ -343,7 +343,7 @@ def test_fan_out_is_bounded_whatever_the_items_are(max_children):
         assert (tree.num_nodes, tree.depth) == (len(keys), 1)
         for i, key in enumerate(keys):
             assert tree.match(key).values == [i, -i]
-        assert len(tree.clear()) == 2 * len(keys)
+        assert len(tree.evict(10**9)) == 2 * len(keys)
         tree.check()
 
 
@@ -359,11 +359,11 @@ def test_a_million_items_in_one_sequence():
     assert (match.length, match.values, match.tail) == (777_777, values[: 777_777 // 64], 777_777 // 64)
     handle = tree.lock(match)
     assert tree.evict(1) == [values[-1]]
-    assert len(tree.clear()) == len(values) - 1 - 777_777 // 64
+    assert len(tree.evict(10**9)) == len(values) - 1 - 777_777 // 64
     tree.check()
     assert tree.match(tokens.tobytes()).length == 777_777 // 64 * 64
     tree.unlock(handle)
-    assert sorted(tree.clear()) == values[: 777_777 // 64]
+    assert sorted(tree.evict(10**9)) == values[: 777_777 // 64]
 
 
 @pytest.mark.parametrize(("teeth", "max_depth"), [(100_000, None), (2000, 100)])
@@ -388,7 +388,7 @@ def test_a_comb_with_a_node_for_every_item(teeth, max_depth):
     tree.unlock(handle)
     assert len(tree.evict(1)) == 1
     tree.check()
-    assert len(tree.clear()) == kept - 1
+    assert len(tree.evict(10**9)) == kept - 1
     tree.check()
     assert (tree.num_nodes, tree.depth) == (0, 0)
 
@@ -406,7 +406,7 @@ def test_least_recently_used_goes_first_and_from_its_end():
     tree.unlock(tree.lock(tree.match(b"aaaa")))
     tree.insert(b"bbbbBBBB", ["x", "y"])
     assert tree.evict(3) == ["5", "4", "1"]
-    assert tree.clear() == ["0", "3", "2"]
+    assert tree.evict(10**9) == ["0", "3", "2"]
 
 
 def test_the_policy_decides_and_equals_go_by_age():
@@ -434,7 +434,7 @@ def test_scores_that_say_nothing_leave_the_order_of_use(score):
         tree.insert(bytes([i]), [i], score=score)
     for i in range(50):
         tree.unlock(tree.lock(tree.match(bytes([i]))))
-    assert tree.clear() == [*range(50, 100), *range(50)]
+    assert tree.evict(10**9) == [*range(50, 100), *range(50)]
 
 
 def test_score_and_last_use_are_handed_up_when_a_node_goes():
@@ -531,7 +531,7 @@ def test_a_priority_that_sank_is_seen_before_a_quarter_of_the_leaves_has_gone():
     {"page_size": 1, "max_children": -8}, {"page_size": 1, "max_depth": -1},
 ])  # fmt: skip
 def test_senseless_numbers_are_value_errors(arguments):
-    with pytest.raises(ValueError, match="need page_size"):
+    with pytest.raises(ValueError, match="need 1, 2 children"):
         RadixTree(**arguments)
 
 
@@ -557,9 +557,6 @@ def test_values_that_do_not_fit_the_key_change_nothing(key, values):
     lambda tree, node: setattr(node, "queued", True),
     lambda tree, node: tree._heap.pop(),
     lambda tree, node: tree._heap.append(tree._heap[0]),
-    lambda tree, node: setattr(tree, "num_nodes", 9),
-    lambda tree, node: setattr(tree, "num_values", 9),
-    lambda tree, node: setattr(tree, "num_evictable", 0),
     lambda tree, node: setattr(tree, "_fan", 1),
     lambda tree, node: setattr(tree, "_max_depth", 1),
     lambda tree, node: tree._roots.update({b"x": type(node)(tree._top, b"x", 0, 0, bytearray(), [])}),
@@ -567,7 +564,7 @@ def test_values_that_do_not_fit_the_key_change_nothing(key, values):
 def test_check_sees_each_broken_invariant(break_it):
     tree, _ = tree_of(b"aaaabbbb", b"aaaacccc")
     break_it(tree, tree.match(b"aaaa").node)
-    with pytest.raises(AssertionError, match=r"items|values, evictable, nodes"):
+    with pytest.raises(AssertionError, match="items"):
         tree.check()
 
 

@@ -1,7 +1,7 @@
 """The engine with what requests share: answers are those of an engine that shares nothing, given each request alone.
 
 Ids and log-probabilities are compared, and that the path was taken is read off `num_cached_tokens` and `stats()`.
-Freed bytes are NaN throughout (ISOTHERM_DEBUG_POISON): an answer from a page that is no longer theirs is an error.
+Freed bytes are NaN throughout (tests/oracle/invariants.py): an answer from a page that is no longer theirs is an error.
 """
 
 import itertools
@@ -23,15 +23,8 @@ PAGE_BYTES = 512 * PAGE  # exact, of the tiny model
 STORIES = Path(os.environ.get("ISOTHERM_TEST_MODELS", "/work/shared/data")) / "stories260k-hf"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def poison():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ISOTHERM_DEBUG_POISON", "1")
-        yield
-
-
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory, poison):
+def plain(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     make_checkpoint(path)
     return LLM(path, threads=1, dtype="float32", page_size=PAGE, enable_prefix_caching=False)

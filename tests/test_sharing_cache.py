@@ -37,7 +37,7 @@ EVERYWHERE = [(layer, plane, head) for layer in range(LAYERS) for plane in range
 def make_cache(num_pages, shape=(16, 16), itemsize=4, tiers=None, fingerprint=b"", **others):
     dim, size = shape
     capacity = num_pages * size * 2 * LAYERS * HEADS * dim * itemsize
-    others = {"prefix_caching": True, "poison": True, **others}
+    others = {"prefix_caching": True, **others}
     config = CacheConfig(LAYERS, HEADS, dim, itemsize, capacity, size, tiers, **others)
     return KVCache(config, DTYPE[itemsize], torch.device("cpu"), reference, fingerprint=fingerprint)
 

@@ -1,7 +1,7 @@
 """The cache whose pages are compressed, against a dict of what was written.
 
 Every sequence's tokens are random numbers of its own, so that a token of another one, or what was there before (freed
-bytes are overwritten with NaN: `CacheConfig.poison`), is further off than any rounding.
+bytes are overwritten with NaN: tests/oracle/invariants.py), is further off than any rounding.
 """
 
 import os
@@ -138,7 +138,7 @@ def assert_copies(cache, held):
     """Every copy is of its page: exact ones to the bit, those of 8 bits within half a step. Compressed pages have one,
     unless there is less place than for all."""
     frames, size = cache._frames, cache.config.page_size
-    if frames.copies is None:
+    if frames.config.cold is None:
         return
     assert cache.stats()["kv_cold_bytes"] <= cache.config.cold.capacity_bytes
     for i, page in enumerate(held.sequence.pages[: held.sequence.length // size]):
@@ -198,7 +198,7 @@ class TierMachine(RuleBasedStateMachine):
     def setup(self, num_pages, shape, itemsize, tiers, cold, seed):
         torch.manual_seed(seed)
         self.random = np.random.default_rng(seed)
-        self.cache = make_cache(num_pages, *shape, itemsize, tiers, poison=True, cold=cold)
+        self.cache = make_cache(num_pages, *shape, itemsize, tiers, cold=cold)
         self.held = []
 
     @property
@@ -351,7 +351,7 @@ TestTierMachine.settings = settings(
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_pool_in_fragments_is_brought_together(itemsize):
     """Every page at 3 bits, every other one's sequence freed: units enough for frames, and no frame in one piece."""
-    cache = make_cache(12, itemsize=itemsize, poison=True)
+    cache = make_cache(12, itemsize=itemsize)
     held = [Tokens(cache.config) for _ in range(24)]
     for h in held:
         cache.make_room(1, [x.sequence for x in held])
@@ -446,7 +446,7 @@ def test_all_that_the_budget_pays_for_stays():
 
 def test_a_page_is_halved_only_where_it_is_the_last():
     """A step that fails leaves pages reserved behind the one that is being filled; the next one may be shorter."""
-    cache = make_cache(40, tiers=TierConfig(budget=0.9), poison=True)
+    cache = make_cache(40, tiers=TierConfig(budget=0.9))
     held, other = Tokens(cache.config), Tokens(cache.config)
     cache.reserve(held.sequence, 100)
     append(cache, held, 5)
@@ -463,7 +463,7 @@ def test_a_page_is_halved_only_where_it_is_the_last():
 
 
 def test_a_halved_page_is_whole_again_when_it_is_written():
-    cache = make_cache(40, tiers=TierConfig(budget=0.9), poison=True)
+    cache = make_cache(40, tiers=TierConfig(budget=0.9))
     held, other = Tokens(cache.config), Tokens(cache.config)
     for step in range(70):
         append(cache, held, 1)

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from oracle.checkpoint import make_checkpoint
+from oracle.invariants import PLAIN
 from oracle.llama64 import forward, greedy, load_config, load_weights, logprobs
 
 from engine import LLM, CapacityError, ConfigError, SamplingParams
 from memory.config import WARM_BITS
+from memory.frames import Frames
 
 PAGE = 16
 STORIES = Path(os.environ.get("ISOTHERM_TEST_MODELS", "/work/shared/data")) / "stories260k-hf"
@@ -110,10 +112,11 @@ def test_poison_is_never_seen(directory, monkeypatch, budget):
     """Case 35: freed bytes are NaN; whoever reads one has no answer any more."""
     prompts = [prompt(n, n) for n in (200, 31, 90)]
     settings = {"kv_budget": budget} if budget else {}
-    expected = [o.token_ids for o in load(directory, **settings).generate(prompts, greedily())]
-    monkeypatch.setenv("ISOTHERM_DEBUG_POISON", "1")
+    with monkeypatch.context() as patch:
+        for name, plain in PLAIN.items():
+            patch.setattr(Frames, name, plain)
+        expected = [o.token_ids for o in load(directory, **settings).generate(prompts, greedily())]
     llm = load(directory, **settings)
-    assert llm._cache.config.poison
     for _ in range(2):  # also in pages that others had before
         outputs = llm.generate(prompts, greedily())
         assert [o.token_ids for o in outputs] == expected

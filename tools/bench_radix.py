@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from memory.radix import Match, RadixTree
+from memory.radix import Match, Node, RadixTree
 
 _PAGE = 64
 _QUERIES = 16
@@ -227,10 +227,8 @@ class _EagerTree(RadixTree[int]):
         node, length = match.node, match.length
         while node:
             pins = node.pins
-            self.num_evictable -= self._evictable(node)
             i = pins.index(length) if step < 0 else len(pins)
             node.pins = pins[:i] + pins[i + 1 :] if step < 0 else (*pins, length)
-            self.num_evictable += self._evictable(node)
             node.last_used = self._clock
             if node.values and not node.heights:
                 self._queue(node)
@@ -316,7 +314,7 @@ def _costs(
     matched = [statistics.mean(tree.match(query.tobytes()).length for query in queries) for tree in trees]
     for tree, handle in handles:
         tree.unlock(handle)
-    victims = min(2000, *(tree.num_values // 2 for tree in trees))
+    victims = min(2000, *(sum(len(node.values) for node in _nodes(tree)) // 2 for tree in trees))
     for i in range(victims):
         for j in (i % 2, 1 - i % 2):
             start = time.process_time_ns()
@@ -364,16 +362,25 @@ def _hit(tokens: int, floor: float | None, count: int, seed: int) -> dict[str, A
     return {"what": f"hit of {tokens} tokens", "us": slowest, "floor_us": floor}
 
 
+def _nodes(tree: RadixTree[int]) -> list[Node[int]]:
+    """The root, and all nodes below it."""
+    nodes = list(tree._roots.values())
+    for node in nodes:
+        nodes += tree._children(node)
+    return nodes
+
+
 def _eviction(nodes: int, seed: int) -> dict[str, Any]:
     """All values of a tree of so many nodes, one at a time, after each leaf has been used once since it came."""
     rng = np.random.default_rng(seed)
     draw, tree, keys = _chat(256, rng), RadixTree[int](_PAGE), []
-    while tree.num_nodes < nodes:
-        keys.append(draw().tobytes())
-        tree.insert(keys[-1], [0, 1, 2, 3])
+    while (missing := nodes - len(_nodes(tree)) + 1) > 0:
+        for _ in range(-(-missing // 2)):  # each of which adds two nodes at most
+            keys.append(draw().tobytes())
+            tree.insert(keys[-1], [0, 1, 2, 3])
     for i in rng.permutation(len(keys)).tolist():
         tree.unlock(tree.lock(tree.match(keys[i])))
-    count = tree.num_values
+    count = sum(len(node.values) for node in _nodes(tree))
     start = time.process_time_ns()
     for _ in range(count):
         tree.evict(1)

@@ -1,6 +1,7 @@
 """The invariants of what memory/ builds, as its modules' docstrings state them.
 
-Only tests ask for them, so they lie with the tests; here they become methods `check` of the classes.
+Only tests ask for them, so they lie with the tests; here they become methods `check` of the classes. So does what
+only tests count, and what makes bytes that are read after they were freed an error: they are NaN.
 """
 
 from collections import Counter
@@ -11,13 +12,14 @@ from memory.arena import Arena
 from memory.buddy import BuddyAllocator
 from memory.cache import KVCache
 from memory.config import WARM_BITS
+from memory.flash import FlashStore
 from memory.frames import Frames, _order
 from memory.radix import RadixTree
 
 
 def check_tree(self):
     """Assert the invariants of the module's docstring. O(nodes + pages)."""
-    counted, nodes = [0, 0, -1 - len(self._roots)], [(self._top, -1)]
+    nodes = [(self._top, -1)]
     queued, size = Counter(id(entry[-1]) for entry in self._heap), self._page_size
     for node, depth in nodes:
         children = list(self._children(node))
@@ -39,8 +41,14 @@ def check_tree(self):
             assert level[child.first] is child, f"{what}: {child.first!r} leads to another child"
             assert depth < 0 or child.edge[: self._width] == child.first, f"{what}: {child.first!r}"
             assert depth < 0 or sum(isinstance(key, bytes) for key in level) <= self._fan, f"{what}: fan-out"
-        counted = [a + b for a, b in zip(counted, (len(node.values), self._evictable(node), 1), strict=True)]
-    assert counted == [self.num_values, self.num_evictable, self.num_nodes], f"values, evictable, nodes: {counted}"
+
+
+def nodes_of(tree):
+    """All nodes that have an edge or values, from the roots down."""
+    nodes = list(tree._roots.values())
+    for node in nodes:
+        nodes += tree._children(node)
+    return nodes
 
 
 def check_arena(self, blocks, records):
@@ -103,8 +111,40 @@ def check_allocator(self):
     assert (self.free_units, self._free) == (fresh.free_units, fresh._free), f"free should be others: {text}"
 
 
+def free_codes(self, page):
+    arena = self._exact if self.is_exact(page) else self._warm
+    for table in (self._start, self._high) if self.bits[page] == 3 else (self._start,):
+        start = int(table[page])
+        _poison(arena, start, 1 << arena.allocator.block_order(start))
+    PLAIN["_free_codes"](self, page)
+
+
+def halve(self, page):
+    half = 1 << self.config.exact_order - 1
+    if not self.is_half(page):
+        _poison(self._exact, int(self._start[page]) + half, half)
+    PLAIN["halve"](self, page)
+
+
+def complete(self, page):
+    start = int(self._start[page])
+    PLAIN["complete"](self, page)
+    if self._start[page] != start:
+        _poison(self._exact, start, 1 << self.config.exact_order - 1)
+
+
+def _poison(arena, start, units):
+    arena.bytes[:, :, :, start : start + units] = 0xFF  # NaN in every float type
+
+
+PLAIN = {name: getattr(Frames, name) for name in ("_free_codes", "halve", "complete")}
+Frames._free_codes, Frames.halve, Frames.complete = free_codes, halve, complete
 BuddyAllocator.check = check_allocator
+FlashStore.flush = lambda self: self._writer.submit(int).result()  # waits until all that is queued is written
 RadixTree.check = check_tree
+RadixTree.num_nodes = property(lambda self: sum(bool(node.edge) for node in nodes_of(self)))
+RadixTree.num_values = property(lambda self: sum(len(node.values) for node in nodes_of(self)))
+RadixTree.num_evictable = property(lambda self: sum(self._evictable(node) for node in nodes_of(self)))  # without a lock
 Arena.check = check_arena
 Frames.check = check_frames
 KVCache.check = check_cache
