@@ -140,14 +140,7 @@ def models(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps({"rows": rows, "looked_at": looked}))
     elif rows:
-        width = max(len(row["name"]) for row in rows)
-        print(f"{'model':{width}}  {'size':>9}  dtype  {'parameters':>10}  context")
-        for row in rows:
-            size = f"{row['size_bytes'] / 1e9:.2f} GB" if "size_bytes" in row else "-"
-            count = f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "-"
-            dtype, context = row.get("dtype") or "-", row.get("context", "-")
-            print(f"{row['name']:{width}}  {size:>9}  {dtype:5}  {count:>10}  {context:>7}")
-            print(f"    cannot be loaded: {row['error']}" if row["error"] else f"    {row['path']}")
+        print(*_lines({row.pop("name"): row for row in rows}), sep="\n")
     else:
         print("no models found in:", *looked, sep="\n  ")
         print("A demo model (93 MB): python -m tools.get_demo_model. A directory anywhere: --model DIRECTORY.")
@@ -161,10 +154,9 @@ def _lines(facts: dict[str, Any], indent: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield f"{indent}{key}:"
             yield from _lines(value, indent + "  ")
-        elif key.endswith("_bytes") and value is not None:
-            yield f"{indent}{key.removesuffix('_bytes')}: {value / 1e9:.2f} GB"
         else:
-            yield f"{indent}{key}: {words.get(str(value), value)}"
+            said = f"{value / 1e9:.2f} GB" if key.endswith("_bytes") and value is not None else value
+            yield f"{indent}{key.removesuffix('_bytes')}: {words.get(str(said), said)}"
 
 
 if __name__ == "__main__":
