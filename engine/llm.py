@@ -156,7 +156,7 @@ class LLM:
     def score(self, prompts: str | list[str] | list[list[int]]) -> list[np.ndarray]:
         """Natural log-probability of every token after the first, for each prompt: float32 arrays of length n - 1."""
         params = SamplingParams(temperature=0.0, max_tokens=1)
-        requests = [self._request(tokens, params, scores=[]) for tokens in self._prompts(prompts)]
+        requests = [self._request(tokens, params, scored=True) for tokens in self._prompts(prompts)]
         for _ in self._steps(requests):
             pass
         return [torch.cat([torch.empty(0), *(request.scores or [])]).numpy() for request in requests]
@@ -164,7 +164,7 @@ class LLM:
     def logits(self, prompt: Prompt) -> Generator[torch.Tensor, None, None]:
         """Logits of the token after each token of the prompt, as the engine computes them: one [tokens, vocab_size]
         float32 tensor on the model's device for every step, whose length is that of the step's chunk."""
-        request = self._request(self._one_prompt(prompt), SamplingParams(temperature=0.0, max_tokens=1), scores=[])
+        request = self._request(self._one_prompt(prompt), SamplingParams(temperature=0.0, max_tokens=1), scored=True)
         request.every_logit = True
         with contextlib.closing(self._steps([request])) as steps:
             for _ in steps:
@@ -208,12 +208,10 @@ class LLM:
             "num_requests_running": len(self._scheduler.running),
             "num_requests_waiting": len(self._scheduler.waiting),
             "num_requests_failed": self._num_failed,  # that ended with finish_reason "error"
-            **{name: getattr(self._scheduler, name) for name in _COUNTED},
+            **{name: getattr(self._scheduler, name) for name in _COUNTED}, "max_model_len": self.max_model_len,
             "prefix_tree_depth": 0 if self._cache.prefixes is None else self._cache.prefixes.tree.depth,
-            "weights_bytes": self._model.nbytes,
-            "max_model_len": self.max_model_len,
-            "peak_rss_bytes": peak_rss_bytes(),
-        } | self._cache.stats()
+            "weights_bytes": self._model.nbytes, "peak_rss_bytes": peak_rss_bytes(),
+        } | self._cache.stats()  # fmt: skip
 
     def _advance(self) -> None:
         """One step: schedule, forward, sample, commit. If it fails, requests that were not committed compute the same
@@ -307,17 +305,15 @@ class LLM:
         return list(prompt)
 
     def _request(
-        self, tokens: list[int], params: SamplingParams, scores: list[torch.Tensor] | None = None,
-        end_ids: frozenset[int] = frozenset(),
-    ) -> Request:  # fmt: skip
-        length, answered = len(tokens), scores is None
+        self, tokens: list[int], params: SamplingParams, end_ids: frozenset[int] = frozenset(), scored: bool = False
+    ) -> Request:
+        length, answered, scores = len(tokens), not scored, [] if scored else None
         stoppable = self.tokenizer is not None or not params.stop
         require_request(stoppable, "stop strings need the tokenizer; skip_tokenizer_init is set")
         require_request(length > 0, "the prompt is empty, and this model has no BOS token to begin with")
         most = f"max_model_len is {self.max_model_len}{' with at least one for the answer' if answered else ''}"
         way = "it is never cut: shorten it, or raise --max-model-len as far as the model allows"
-        fits = length + answered <= self.max_model_len
-        require_request(fits, f"the prompt has {length} tokens, {most}; {way}")
+        require_request(length + answered <= self.max_model_len, f"the prompt has {length} tokens, {most}; {way}")
         request_id = next(self._ids)
         seed = (self.config.seed * 1_000_003 + request_id) % 2**63 if params.seed is None else params.seed
         generator = torch.Generator().manual_seed(seed) if params.temperature > 0 else None

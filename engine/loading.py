@@ -110,8 +110,7 @@ def second_cache(engine: Engine, config: EngineConfig) -> Engine:
     loaded = f"max_model_len {max_model_len} is more than the {engine.max_model_len} the model was loaded for"
     require_config(max_model_len <= engine.max_model_len, loaded)
     cache_config = _cache_config(config, model.config, 0, model.device, model.dtype)
-    fingerprint = _fingerprint(cache_config, model.config, model.dtype, {})
-    cache = KVCache(cache_config, model.dtype, model.device, model.ops, fingerprint=fingerprint)
+    cache = KVCache(cache_config, model.dtype, model.device, model.ops)
     return replace(engine, cache=cache, max_model_len=max_model_len)
 
 
@@ -151,21 +150,17 @@ def _tiers(config: EngineConfig, model: LlamaConfig, max_model_len: int) -> Tier
         return None
     proposal = config.preset == "proposal"
     return TierConfig(
-        budget=config.kv_budget,
-        recent_tokens=4 if proposal else config.recent_tokens,
+        budget=config.kv_budget, recent_tokens=4 if proposal else config.recent_tokens,
         hot_layer_size=4 * max_model_len if config.hot_layer_size is None else config.hot_layer_size,
-        hot_ratio=0.1 if proposal else config.hot_ratio or 0.0,
-        cold_ratio=0.2 if proposal else 0.0,
-        shared=proposal or config.warm_placement == "shared",
-        **{name: getattr(config, name) for name in _OF_TIERS},
-    )
+        hot_ratio=0.1 if proposal else config.hot_ratio or 0.0, cold_ratio=0.2 if proposal else 0.0,
+        shared=proposal or config.warm_placement == "shared", **{name: getattr(config, name) for name in _OF_TIERS},
+    )  # fmt: skip
 
 
 def _cold(config: EngineConfig, weights: int, device: torch.device) -> ColdConfig | None:
     """Copies of what is compressed, in the host's memory: beside a GPU, and wherever some are asked for."""
-    wanted = bool(config.recall) or config.host_cache_size is not None
-    kind = "exact" if wanted or device.type == "cuda" else "none"
-    kind = kind if config.cold_format == "auto" else config.cold_format
+    wanted = config.recall or config.host_cache_size is not None or device.type == "cuda"
+    kind = config.cold_format if config.cold_format != "auto" else "exact" if wanted else "none"
     if kind == "none":
         require_config(not config.recall, "cold_format is none: there are no copies for recall", config.recall)
         return None
@@ -184,15 +179,11 @@ def _cache_config(
     tiers = replace(tiers, recalled=True) if tiers and cold and cold.recall else tiers
     try:
         cache = CacheConfig(
-            itemsize=dtype.itemsize,
-            capacity_bytes=_capacity(config, model, weights, device, dtype),
-            tiers=tiers,
-            cold=cold,
-            poison=bool(os.environ.get("ISOTHERM_DEBUG_POISON")),
-            prefix_caching=config.enable_prefix_caching,
+            itemsize=dtype.itemsize, capacity_bytes=_capacity(config, model, weights, device, dtype), tiers=tiers,
+            cold=cold, poison=bool(os.environ.get("ISOTHERM_DEBUG_POISON")),
             **{name: getattr(model, name) for name in ("num_layers", "num_kv_heads", "head_dim")},
-            **{name: getattr(config, name) for name in _OF_CACHE},
-        )
+            **{name: getattr(config, name) for name in _OF_CACHE}, prefix_caching=config.enable_prefix_caching,
+        )  # fmt: skip
     except ValueError as error:
         raise CapacityError(f"the KV cache is too small: {error}; use a larger --kv-cache-memory") from None
     if cold and cold.capacity_bytes < cache.copy_bytes:
@@ -233,11 +224,10 @@ def _placement(config: EngineConfig, model: LlamaConfig) -> tuple[torch.device, 
     if config.device.startswith("cuda") and not gpu:
         raise ConfigError(f"device {config.device} was asked for, and torch finds no GPU here: use --device cpu")
     device = torch.device(config.device if config.device != "auto" else "cuda" if gpu else "cpu")
-    on_cpu, dtype, backend = device.type == "cpu", config.dtype, config.backend
-    if backend == "triton" and on_cpu and not os.environ.get("TRITON_INTERPRET"):
+    on_cpu, dtype = device.type == "cpu", config.dtype
+    if config.backend == "triton" and on_cpu and not os.environ.get("TRITON_INTERPRET"):
         raise ConfigError("backend triton needs a GPU, or TRITON_INTERPRET=1, which is very slow: use --backend torch")
-    if backend == "auto":
-        backend = "torch" if on_cpu else "triton"
+    backend = config.backend if config.backend != "auto" else "torch" if on_cpu else "triton"
     if dtype == "auto" and on_cpu:
         # torch's operators on quantised weights are for bfloat16, whatever the CPU computes in.
         dtype = "bfloat16" if cpu_computes_bfloat16() or model.quantization else "float32"

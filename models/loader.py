@@ -34,9 +34,8 @@ def load_weights(
     for what `check_fit` finds, before a byte is read, and for the tensors that are not finite (all listed).
     """
     check_fit(weights, tensors, stored)
-    order = sorted(weights, key=lambda name: (str(tensors[name].file), tensors[name].offset))
     not_finite = []
-    for name in progress(order):
+    for name in progress(sorted(weights, key=lambda name: (str(tensors[name].file), tensors[name].offset))):
         place = weights[name]
         parts = {part: read_tensor(tensors[part]) for part in parts_of(name, place, stored)}
         if isinstance(place, Tensor):

@@ -120,8 +120,7 @@ class Llama:
         for i, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             qkv = ops.linear(hidden, *layer.qkv).view(len(input_ids), sum(heads), config.head_dim)
             q, k, v = qkv.split(heads, dim=1)
-            attended = attention(i, q, k, v, cos_sin)
-            hidden = ops.linear(attended.flatten(1), *layer.output)
+            hidden = ops.linear(attention(i, q, k, v, cos_sin).flatten(1), *layer.output)
             hidden = ops.add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
             gate, up = ops.linear(hidden, *layer.gate_up).chunk(2, dim=1)
             hidden = ops.linear(ops.silu_mul(gate, up), *layer.down)
