@@ -34,7 +34,7 @@ from models.errors import require_config
 Outputs = AsyncGenerator[RequestOutput, None]
 
 
-class AsyncLLM:
+class AsyncLLM(contextlib.AbstractAsyncContextManager["AsyncLLM"]):
     """A model that answers many tasks at once, its `LLM` in a thread of its own. Several may live in one process.
 
     Its methods may be called in several event loops, but not in a fork, which has no engine thread: they raise
@@ -85,9 +85,6 @@ class AsyncLLM:
     async def close(self) -> None:
         """End the engine after the step in flight and free the model; answers that still grow raise RuntimeError."""
         await asyncio.to_thread(self._engine.stop)
-
-    async def __aenter__(self) -> AsyncLLM:
-        return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()
@@ -173,8 +170,7 @@ class _Engine:
     def _run(self, llm: LLM) -> None:
         try:
             while True:
-                idle = not llm.has_unfinished_requests()
-                for _ in range(max(self.commands.qsize(), idle)):
+                for _ in range(max(self.commands.qsize(), not llm.has_unfinished_requests())):
                     command = self.commands.get()
                     if command is None:
                         del llm  # the traceback has this frame

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from engine.cli import parser
+from engine.cli import lines, parser
 from models.errors import ConfigError
 
 
@@ -23,8 +23,5 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps({"rows": rows}))
     else:
-        print(f"{'deleted' if args.action == 'clear' else 'file':19}  {'size':>10}  version  records  damaged")
-        for row in rows:
-            size = f"{row['bytes'] / 1e6:.1f} MB"
-            print(f"{row['name']}  {size:>10}  {row['version'] or '-':>7}  {row['records']:>7}  {row['damaged']:>7}")
+        print(*lines({"deleted" if args.action == "clear" else "files": {row["name"]: row for row in rows}}), sep="\n")
     return int(args.action == "verify" and any(row["damaged"] for row in rows))

@@ -186,8 +186,6 @@ class Session:
             with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as place:  # so it is the whole file or none
                 with tempfile.NamedTemporaryFile("w", dir=place, delete=False, encoding="utf-8") as stream:
                     stream.write(json.dumps(saved, indent=1, ensure_ascii=False) + "\n")
-                    stream.flush()
-                    os.fsync(stream.fileno())
                 os.replace(stream.name, file)
         except OSError as error:
             raise RequestError(f"{file}: cannot be written: {error.strerror}") from None

@@ -9,12 +9,11 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from engine import origins, strangers
-from engine.cli import parser, run
+from engine.cli import lines, parser, run
 from engine.config import usable_cpus
 from engine.errors import TokenizerError
 from models.checkpoint import open_checkpoint
@@ -25,10 +24,8 @@ from models.resolve import cache_directory, found, places, resolve
 
 # core: its packages and the oldest versions that work, as pyproject.toml has them. extras: packages, what they are for,
 # and the extra that has them. advice: of a run's statistics, the most a number should be, and which knob to turn.
-_FACTS = json.loads(Path(__file__).with_name("doctor.json").read_text("utf-8"))
-CORE: dict[str, str] = _FACTS["core"]
-EXTRAS: dict[str, tuple[str, str]] = _FACTS["extras"]
-_ADVICE: dict[str, tuple[float, str]] = _FACTS["advice"]
+_FACTS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("doctor.json").read_text("utf-8"))
+CORE, EXTRAS, _ADVICE = _FACTS["core"], _FACTS["extras"], _FACTS["advice"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         report = {"advice": advice(read_object(Path(args.stats)))} | report
     problems = report.pop("problems")  # said last
     wrong = [f"WRONG: {problem}" for problem in problems] or ["nothing is wrong"]
-    print(json.dumps(report | {"problems": problems}) if args.json else "\n".join([*_lines(report), *wrong]))
+    print(json.dumps(report | {"problems": problems}) if args.json else "\n".join([*lines(report), *wrong]))
     return 1 if problems else 0
 
 
@@ -66,14 +63,11 @@ def examine(model: str | None = None) -> dict[str, Any]:
             problems.append(f"{what}: pip install '{name}>={oldest}'")
     report: dict[str, Any] = {
         "versions": {"python": platform.python_version(), "platform": platform.platform(), **versions},
-        "packages": packages,
-        "cpu": {"usable_cpus": usable_cpus(), "default_threads": max(1, usable_cpus() // 2)},
+        "packages": packages, "cpu": {"usable_cpus": usable_cpus(), "default_threads": max(1, usable_cpus() // 2)},
         "directories": {"cache": str(cache_directory()), "models": {str(place): place.is_dir() for place in places()}},
-        "features": {
-            what: "yes" if versions[package] else f"no, needs {package}: pip install 'isotherm[{extra}]'"
-            for package, (what, extra) in EXTRAS.items()
-        },
-    }
+        "features": {what: "yes" if versions[package] else f"no, needs {package}: pip install 'isotherm[{extra}]'"
+                     for package, (what, extra) in EXTRAS.items()},
+    }  # fmt: skip
     try:
         import torch
 
@@ -89,11 +83,9 @@ def examine(model: str | None = None) -> dict[str, Any]:
         report |= {
             "memory": {"free_bytes": free_memory_bytes(torch.device("cpu"))},
             "gpu": {"torch_cuda": torch.version.cuda, "devices": gpus},
-            "code_paths": {
-                "device": "cuda" if gpus else "cpu", "backend": "triton" if gpus else "torch",
-                "cpu_dtype": "bfloat16" if bf16 else "float32", "packed_bfloat16_linear": bf16,
-                "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            },
+            "code_paths": {"device": "cuda" if gpus else "cpu", "backend": "triton" if gpus else "torch",
+                           "cpu_dtype": "bfloat16" if bf16 else "float32", "packed_bfloat16_linear": bf16,
+                           "cpu_capability": torch.backends.cpu.get_cpu_capability()},
         }  # fmt: skip
         if gpus and versions["triton"] is None:
             problems.append("there is a GPU, and no triton for its kernels: pip install triton")
@@ -143,31 +135,11 @@ def models(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps({"rows": rows, "looked_at": looked}))
     elif rows:
-        width = max(len(row["name"]) for row in rows)
-        print(f"{'model':{width}}  {'size':>9}  dtype  {'parameters':>10}  context")
-        for row in rows:
-            size = f"{row['size_bytes'] / 1e9:.2f} GB" if "size_bytes" in row else "-"
-            count = f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "-"
-            dtype, context = row.get("dtype") or "-", row.get("context", "-")
-            print(f"{row['name']:{width}}  {size:>9}  {dtype:5}  {count:>10}  {context:>7}")
-            print(f"    cannot be loaded: {row['error']}" if row["error"] else f"    {row['path']}")
+        print(*lines({row.pop("name"): row for row in rows}), sep="\n")
     else:
         print("no models found in:", *looked, sep="\n  ")
         print("A demo model (93 MB): python -m tools.get_demo_model. A directory anywhere: --model DIRECTORY.")
     return 0
-
-
-def _lines(facts: dict[str, Any], indent: str = "") -> Iterator[str]:
-    """The report for people: a line a fact, indented by section."""
-    words = {"True": "yes", "False": "no", "None": "-", "[]": "-"}
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            yield f"{indent}{key}:"
-            yield from _lines(value, indent + "  ")
-        elif key.endswith("_bytes") and value is not None:
-            yield f"{indent}{key.removesuffix('_bytes')}: {value / 1e9:.2f} GB"
-        else:
-            yield f"{indent}{key}: {words.get(str(value), value)}"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from memory import CapacityError
 from models.errors import require_config
 
 Prompt = str | list[int]
+Outputs = Generator[RequestOutput, None, None]
 log = logging.getLogger("isotherm")
 
 _COUNTED = ("num_preemptions", "num_prompt_tokens", "num_cached_tokens")  # of requests that were begun; in the cache
@@ -94,13 +95,13 @@ class LLM:
         seeds = [None if params.seed is None else (params.seed + i) % 2**63 for i in range(params.n)]
         every = [replace(params, n=1, seed=seed) for seed in seeds]
         requests = [self._request(list(tokens), own) for tokens in self._prompts(prompts) for own in every]
-        with self._in_engine(requests), Progress(total=len(requests), desc="Generating", shown=use_tqdm) as bar:
-            while any(request.finish_reason is None for request in requests):
-                self._advance()
+        bar = Progress(total=len(requests), desc="Generating", shown=use_tqdm)
+        with bar, contextlib.closing(self._steps(requests)) as steps:
+            for _ in steps:
                 bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
         return [self._scheduler.output(request) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Outputs:
         """One answer as it grows; each output has the whole text so far, the last one a finish_reason."""
         yield from self._stream(self._request(self._one_prompt(prompt), _checked(params, "stream gives one answer")))
 
@@ -119,31 +120,28 @@ class LLM:
         *_, last = self.stream_chat(messages, params)
         return last
 
-    def stream_chat(
-        self, messages: list[Message] | list[int], params: SamplingParams | None = None
-    ) -> Generator[RequestOutput, None, None]:
+    def stream_chat(self, messages: list[Message] | list[int], params: SamplingParams | None = None) -> Outputs:
         """`chat` as the answer grows: an output after every step, so that the first may have no token yet.
 
         messages may also be what `chat_template.encode` made of them.
         """
         params = _checked(params, "chat gives one answer")
         template = self.chat_template
-        prompt: Any = messages
-        if not (isinstance(messages, list) and messages and type(messages[0]) is int):
-            prompt = template.encode(prompt)
+        encoded = isinstance(messages, list) and messages and type(messages[0]) is int
+        prompt: Any = messages if encoded else template.encode(messages)  # type: ignore[arg-type]
         request = self._request(self._one_prompt(prompt), params, end_ids=template.end_ids)
         yield from self._stream(request, every_step=True)
 
-    def _stream(self, request: Request, every_step: bool = False) -> Generator[RequestOutput, None, None]:
+    def _stream(self, request: Request, every_step: bool = False) -> Outputs:
         """Its outputs, one for every token; with every_step also while the prompt is read, which has a bar where it
         takes over a second."""
         seen = total = request.num_prompt_tokens
         bar = Progress(total=total, desc="Reading", unit="token", delay=1.0, shown=self._progress)
-        with self._in_engine([request]), bar:
+        with contextlib.closing(self._steps([request])) as steps, bar:
             while True:
                 # Other calls may have advanced it too.
-                if request.finish_reason is None and len(request.tokens) == seen:
-                    self._advance()
+                if len(request.tokens) == seen:
+                    next(steps, None)
                     bar.update(min(request.sequence.length, total) - bar.n)
                 if request.finish_reason or len(request.tokens) > seen:
                     bar.close()
@@ -158,20 +156,18 @@ class LLM:
     def score(self, prompts: str | list[str] | list[list[int]]) -> list[np.ndarray]:
         """Natural log-probability of every token after the first, for each prompt: float32 arrays of length n - 1."""
         params = SamplingParams(temperature=0.0, max_tokens=1)
-        requests = [self._request(tokens, params, scores=[]) for tokens in self._prompts(prompts)]
-        with self._in_engine(requests):
-            while any(request.finish_reason is None for request in requests):
-                self._advance()
+        requests = [self._request(tokens, params, scored=True) for tokens in self._prompts(prompts)]
+        for _ in self._steps(requests):
+            pass
         return [torch.cat([torch.empty(0), *(request.scores or [])]).numpy() for request in requests]
 
     def logits(self, prompt: Prompt) -> Generator[torch.Tensor, None, None]:
         """Logits of the token after each token of the prompt, as the engine computes them: one [tokens, vocab_size]
         float32 tensor on the model's device for every step, whose length is that of the step's chunk."""
-        request = self._request(self._one_prompt(prompt), SamplingParams(temperature=0.0, max_tokens=1), scores=[])
+        request = self._request(self._one_prompt(prompt), SamplingParams(temperature=0.0, max_tokens=1), scored=True)
         request.every_logit = True
-        with self._in_engine([request]):
-            while request.finish_reason is None:
-                self._advance()
+        with contextlib.closing(self._steps([request])) as steps:
+            for _ in steps:
                 yield from request.scores or []
                 request.scores = []
 
@@ -212,12 +208,10 @@ class LLM:
             "num_requests_running": len(self._scheduler.running),
             "num_requests_waiting": len(self._scheduler.waiting),
             "num_requests_failed": self._num_failed,  # that ended with finish_reason "error"
-            **{name: getattr(self._scheduler, name) for name in _COUNTED},
+            **{name: getattr(self._scheduler, name) for name in _COUNTED}, "max_model_len": self.max_model_len,
             "prefix_tree_depth": 0 if self._cache.prefixes is None else self._cache.prefixes.tree.depth,
-            "weights_bytes": self._model.nbytes,
-            "max_model_len": self.max_model_len,
-            "peak_rss_bytes": peak_rss_bytes(),
-        } | self._cache.stats()
+            "weights_bytes": self._model.nbytes, "peak_rss_bytes": peak_rss_bytes(),
+        } | self._cache.stats()  # fmt: skip
 
     def _advance(self) -> None:
         """One step: schedule, forward, sample, commit. If it fails, requests that were not committed compute the same
@@ -311,17 +305,16 @@ class LLM:
         return list(prompt)
 
     def _request(
-        self, tokens: list[int], params: SamplingParams, scores: list[torch.Tensor] | None = None,
-        end_ids: frozenset[int] = frozenset(),
-    ) -> Request:  # fmt: skip
-        length, answered = len(tokens), scores is None
+        self, tokens: list[int], params: SamplingParams, end_ids: frozenset[int] = frozenset(), scored: bool = False
+    ) -> Request:
+        length, answered = len(tokens), not scored
+        scores: list[torch.Tensor] | None = [] if scored else None
         stoppable = self.tokenizer is not None or not params.stop
         require_request(stoppable, "stop strings need the tokenizer; skip_tokenizer_init is set")
         require_request(length > 0, "the prompt is empty, and this model has no BOS token to begin with")
         most = f"max_model_len is {self.max_model_len}{' with at least one for the answer' if answered else ''}"
         way = "it is never cut: shorten it, or raise --max-model-len as far as the model allows"
-        fits = length + answered <= self.max_model_len
-        require_request(fits, f"the prompt has {length} tokens, {most}; {way}")
+        require_request(length + answered <= self.max_model_len, f"the prompt has {length} tokens, {most}; {way}")
         request_id = next(self._ids)
         seed = (self.config.seed * 1_000_003 + request_id) % 2**63 if params.seed is None else params.seed
         generator = torch.Generator().manual_seed(seed) if params.temperature > 0 else None
@@ -332,24 +325,24 @@ class LLM:
         cache = self._cache.config
         exact = cache.pages_for(request.most_tokens) <= cache.num_pages
         if not exact and cache.least_units(request.most_tokens) > cache.num_units:
-            raise CapacityError(
-                f"the request needs {request.most_tokens} tokens of cache ({length} of the prompt), "
-                f"{cache.most_tokens} fit in {self._cache.capacity_bytes / 1e6:.1f} MB; use a larger "
-                "--kv-cache-memory, fewer --max-tokens, or a shorter prompt"
-            )
+            needs = f"{request.most_tokens} tokens of cache ({length} of the prompt)"
+            fit = f"{cache.most_tokens} fit in {self._cache.capacity_bytes / 1e6:.1f} MB"
+            way = "use a larger --kv-cache-memory, fewer --max-tokens, or a shorter prompt"
+            raise CapacityError(f"the request needs {needs}, {fit}; {way}")
         return request
 
     def _add(self, request: Request) -> None:
         self._requests[request.id] = request
         self._scheduler.add(request)
 
-    @contextlib.contextmanager
-    def _in_engine(self, requests: list[Request]) -> Iterator[None]:
-        """Whatever ends the block early (Ctrl-C, a generator that is closed), the requests leave the engine."""
+    def _steps(self, requests: list[Request]) -> Generator[None, None, None]:
+        """Until all have ended; whatever ends it early (Ctrl-C, that it is closed), the requests leave the engine."""
         try:
             for request in requests:
                 self._add(request)
-            yield
+            while any(request.finish_reason is None for request in requests):
+                self._advance()
+                yield
         finally:
             for request in requests:
                 self.abort(request.id)

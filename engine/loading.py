@@ -1,10 +1,11 @@
 """From settings to a model in memory: what to load, how large it may be, and where it goes."""
 
+import functools
 import hashlib
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,50 +63,44 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     path = resolve(config.model)
     checkpoint = _stretched(config, read_object(path / "config.json"))
     stored = checkpoint.quantization is not None
-    model_config = replace(checkpoint, quantization=_quantization(config, checkpoint.quantization))
-    device, dtype, backend = _placement(config, model_config)
+    llama = replace(checkpoint, quantization=_quantization(config, checkpoint.quantization))
+    device, dtype, backend = _placement(config, llama)
     if device.type == "cpu":
         torch.set_num_threads(config.threads or max(1, usable_cpus() // 2))
-    max_model_len = _max_model_len(config, model_config)
+    max_model_len = _max_model_len(config, llama)
     generation = optional_object(path / "generation_config.json")
-    source = Path(config.tokenizer or path)
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(source, model_config.vocab_size)
-    eos_ids = model_config.eos_token_ids + token_ids(generation.get("eos_token_id"), "eos_token_id")
+    named = Path(config.tokenizer or path)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(named, llama.vocab_size)
+    eos_ids = llama.eos_token_ids + token_ids(generation.get("eos_token_id"), "eos_token_id")
     eos_ids += tokenizer.eos_ids if tokenizer else ()
     tensors = open_checkpoint(path)
-    weights = LlamaWeights(model_config)
+    weights = LlamaWeights(llama)
     check_fit(weights, tensors, stored)
     nbytes = weights.nbytes(dtype.itemsize)
-    twice = model_config.tie_word_embeddings and not model_config.quantization
-    if twice and device.type == "cpu" and dtype == torch.bfloat16:
-        nbytes += model_config.vocab_size * model_config.hidden_size * 2  # the head, in a layout of its own
-    cache_config = _cache_config(config, model_config, nbytes, device, dtype)
-
-    def bar(names: Iterable[str]) -> Iterable[str]:
-        yield from Progress(names, desc="Loading", unit="tensor", shown=progress)
-
+    if llama.tie_word_embeddings and not llama.quantization and (device.type, dtype) == ("cpu", torch.bfloat16):
+        nbytes += llama.vocab_size * llama.hidden_size * 2  # the head, in a layout of its own
+    cache_config = _cache_config(config, llama, nbytes, device, dtype)
+    bar = functools.partial(Progress, desc="Loading", unit="tensor", shown=progress)
     ops = kernels.load(backend)
-    dynamic = model_config.rope_scaling is not None and model_config.rope_scaling.kind == "dynamic"
-    length = b"%d" % (max_model_len if dynamic else 0)  # which the angles of that one depend on
     marked = tensors if config.flash_cache_dir else {}  # which are read for it
-    flash = _flash(config, cache_config, _fingerprint(cache_config, model_config, dtype, marked) + length)
-    scorer = _scorer(config, cache_config, model_config)
+    fingerprint = _fingerprint(cache_config, llama, dtype, marked)
+    if llama.rope_scaling and llama.rope_scaling.kind == "dynamic":  # its angles depend on the length
+        fingerprint += b"%d" % max_model_len
+    flash = _flash(config, cache_config, fingerprint)
+    scorer = _scorer(config, cache_config, llama)
     load_weights(weights, tensors, dtype, device, bar, config.check_tensors, stored)
-    model = Llama(model_config, weights, ops, max_model_len)
-    fingerprint = _fingerprint(cache_config, model_config, dtype, {})
+    model = Llama(llama, weights, ops, max_model_len)
     cache = KVCache(cache_config, dtype, device, ops, scorer, fingerprint, flash)
     return Engine(model, cache, tokenizer, frozenset(eos_ids), max_model_len, generation)
 
 
 def _quantization(config: EngineConfig, stored: Quantization | None) -> Quantization | None:
     """What the weights are kept as: `stored`, what the checkpoint has, unless that is nothing. Raises ConfigError."""
-    bits, group = int((config.quantization or "0").removeprefix("int")), config.quantization_group
-    bits = bits or (stored.bits if stored else 0)
-    kept = f"int{bits}" if bits else None
-    require_config(group is None or bits == 4, f"quantization_group {group} is of int4, and quantization is {kept}")
-    if bits == 4:
-        group = group or (stored.group if stored and stored.bits == 4 else DEFAULT_GROUP)
-    wanted = Quantization(bits, group or 0) if bits else None
+    kind, group = config.quantization or (stored and f"int{stored.bits}"), config.quantization_group
+    for_int4 = group is None or kind == "int4"
+    require_config(for_int4, f"quantization_group {group} is of int4, and quantization is {kind}")
+    inputs = (group or (stored and stored.group) or DEFAULT_GROUP) if kind == "int4" else 0
+    wanted = Quantization(int(kind.removeprefix("int")), inputs) if kind else None
     way = "leave the settings out, or load the checkpoint that it was made from"
     require_config(stored in (None, wanted), f"the checkpoint's weights are {stored} already, not {wanted}: {way}")
     return wanted
@@ -138,9 +133,8 @@ def second_cache(engine: Engine, config: EngineConfig) -> Engine:
     loaded = f"max_model_len {max_model_len} is more than the {engine.max_model_len} the model was loaded for"
     require_config(max_model_len <= engine.max_model_len, loaded)
     cache_config = _cache_config(config, model.config, 0, model.device, model.dtype)
-    fingerprint = _fingerprint(cache_config, model.config, model.dtype, {})
     scorer = _scorer(config, cache_config, model.config)
-    cache = KVCache(cache_config, model.dtype, model.device, model.ops, scorer, fingerprint)
+    cache = KVCache(cache_config, model.dtype, model.device, model.ops, scorer)
     return replace(engine, cache=cache, max_model_len=max_model_len)
 
 
@@ -180,22 +174,17 @@ def _tiers(config: EngineConfig, model: LlamaConfig, max_model_len: int) -> Tier
         return None
     proposal = config.preset == "proposal"
     return TierConfig(
-        budget=config.kv_budget,
-        recent_tokens=4 if proposal else config.recent_tokens,
+        budget=config.kv_budget, recent_tokens=4 if proposal else config.recent_tokens,
         hot_layer_size=4 * max_model_len if config.hot_layer_size is None else config.hot_layer_size,
-        hot_ratio=0.1 if proposal else config.hot_ratio or 0.0,
-        cold_ratio=0.2 if proposal else 0.0,
-        adapt=config.adapt,
-        shared=proposal or config.warm_placement == "shared",
-        **{name: getattr(config, name) for name in _OF_TIERS},
-    )
+        hot_ratio=0.1 if proposal else config.hot_ratio or 0.0, cold_ratio=0.2 if proposal else 0.0, adapt=config.adapt,
+        shared=proposal or config.warm_placement == "shared", **{name: getattr(config, name) for name in _OF_TIERS},
+    )  # fmt: skip
 
 
 def _cold(config: EngineConfig, weights: int, device: torch.device) -> ColdConfig | None:
     """Copies of what is compressed, in the host's memory: beside a GPU, and wherever some are asked for."""
-    wanted = bool(config.recall) or config.host_cache_size is not None
-    kind = "exact" if wanted or device.type == "cuda" else "none"
-    kind = kind if config.cold_format == "auto" else config.cold_format
+    wanted = config.recall or config.host_cache_size is not None or device.type == "cuda"
+    kind = config.cold_format if config.cold_format != "auto" else "exact" if wanted else "none"
     if kind == "none":
         require_config(not config.recall, "cold_format is none: there are no copies for recall", config.recall)
         return None
@@ -211,18 +200,14 @@ def _cache_config(
     """The cache that the settings ask for, beside `weights` bytes still to be loaded. Raises CapacityError."""
     tiers = _tiers(config, model, _max_model_len(config, model))
     cold = _cold(config, weights, device) if tiers else None
-    if tiers and cold and cold.recall:
-        tiers = replace(tiers, recalled=True)
+    tiers = replace(tiers, recalled=True) if tiers and cold and cold.recall else tiers
     try:
         cache = CacheConfig(
-            itemsize=dtype.itemsize,
-            capacity_bytes=_cache_bytes(config, model, weights, device, dtype),
-            tiers=tiers,
+            itemsize=dtype.itemsize, capacity_bytes=_capacity(config, model, weights, device, dtype), tiers=tiers,
             cold=cold,
-            prefix_caching=config.enable_prefix_caching,
             **{name: getattr(model, name) for name in ("num_layers", "num_kv_heads", "head_dim")},
-            **{name: getattr(config, name) for name in _OF_CACHE},
-        )
+            **{name: getattr(config, name) for name in _OF_CACHE}, prefix_caching=config.enable_prefix_caching,
+        )  # fmt: skip
     except ValueError as error:
         raise CapacityError(f"the KV cache is too small: {error}; use a larger --kv-cache-memory") from None
     if cold and cold.capacity_bytes < cache.copy_bytes:
@@ -233,9 +218,7 @@ def _cache_config(
     return cache
 
 
-def _cache_bytes(
-    config: EngineConfig, model: LlamaConfig, weights: int, device: torch.device, dtype: torch.dtype
-) -> int:
+def _capacity(config: EngineConfig, model: LlamaConfig, weights: int, device: torch.device, dtype: torch.dtype) -> int:
     """Bytes for the KV cache, once weights and cache are known to fit. Raises CapacityError with the numbers."""
     max_model_len = _max_model_len(config, model)
     token_bytes = model.kv_bytes_per_token(dtype.itemsize)
@@ -251,11 +234,10 @@ def _cache_bytes(
             words = "the KV cache gets %.2f GB, half of the memory that the weights leave: %d tokens of %d fit at once"
             log.warning(words, capacity / 1e9, capacity // token_bytes, max_model_len)
     if free is not None and weights + capacity > free:
-        raise CapacityError(
-            f"{config.model} needs {weights / 1e9:.2f} GB for weights in {str(dtype).removeprefix('torch.')} and "
-            f"{capacity / 1e9:.2f} GB for the KV cache, {free / 1e9:.2f} GB are free on {device}; use a smaller "
-            "--kv-cache-memory or --max-model-len, --dtype bfloat16, or a smaller model"
-        )
+        kind = str(dtype).removeprefix("torch.")
+        needs = f"{weights / 1e9:.2f} GB for weights in {kind} and {capacity / 1e9:.2f} GB for the KV cache"
+        way = "use a smaller --kv-cache-memory or --max-model-len, --dtype bfloat16, or a smaller model"
+        raise CapacityError(f"{config.model} needs {needs}, {free / 1e9:.2f} GB are free on {device}; {way}")
     return capacity
 
 
@@ -266,11 +248,10 @@ def _placement(config: EngineConfig, model: LlamaConfig) -> tuple[torch.device, 
     if config.device.startswith("cuda") and not gpu:
         raise ConfigError(f"device {config.device} was asked for, and torch finds no GPU here: use --device cpu")
     device = torch.device(config.device if config.device != "auto" else "cuda" if gpu else "cpu")
-    on_cpu, dtype, backend = device.type == "cpu", config.dtype, config.backend
-    if backend == "triton" and on_cpu and not os.environ.get("TRITON_INTERPRET"):
+    on_cpu, dtype = device.type == "cpu", config.dtype
+    if config.backend == "triton" and on_cpu and not os.environ.get("TRITON_INTERPRET"):
         raise ConfigError("backend triton needs a GPU, or TRITON_INTERPRET=1, which is very slow: use --backend torch")
-    if backend == "auto":
-        backend = "torch" if on_cpu else "triton"
+    backend = config.backend if config.backend != "auto" else "torch" if on_cpu else "triton"
     if dtype == "auto" and on_cpu:
         # torch's operators on quantised weights are for bfloat16, whatever the CPU computes in.
         dtype = "bfloat16" if cpu_computes_bfloat16() or model.quantization else "float32"

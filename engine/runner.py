@@ -48,8 +48,7 @@ class Runner:
     def _hidden(self, schedule: Schedule) -> Tensor:
         """Hidden states of the scheduled tokens, [sum of counts, hidden_size]."""
         requests, counts = schedule.requests, schedule.counts
-        starts = [request.sequence.length for request in requests]
-        spans = list(zip(requests, starts, counts, strict=True))
+        spans = [(request, request.sequence.length, count) for request, count in zip(requests, counts, strict=True)]
         ids = [token for request, start, count in spans for token in request.tokens[start : start + count]]
         positions = [torch.arange(start, start + count) for _, start, count in spans]
         plan = self.cache.plan([request.sequence for request in requests], counts, schedule.num_decodes)

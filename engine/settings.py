@@ -39,9 +39,8 @@ def parse_json_object(text: str) -> dict[str, Any] | str:
         value = json.loads(text)
         if isinstance(value, dict):
             return value
-    raise UnreadableError(
-        f'auto or a JSON object is wanted, as {{"rope_type": "linear", "factor": 2}}; got {shown(text)}'
-    )
+    wanted = 'auto or a JSON object is wanted, as {"rope_type": "linear", "factor": 2}'
+    raise UnreadableError(f"{wanted}; got {shown(text)}")
 
 
 _TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("flags.json").read_text("utf-8"))

@@ -39,7 +39,7 @@ from engine import jinja_worker
 from engine.config import EngineConfig
 from engine.errors import RequestError, require_request
 from engine.tokenizer import SentencePieceTokenizer, Tokenizer, any_of, check_text, named_tokens, splitter
-from models.errors import ConfigError, require_config, shown
+from models.errors import ConfigError, require_config
 from models.files import optional_object, read_bytes
 from models.resolve import resolve
 
@@ -60,8 +60,9 @@ _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # of a content, without the white
 def check_messages(messages: Any, last: tuple[str, ...] = ("user",)) -> None:
     """Raises RequestError unless it is a list of {"role", "content"}: at most one system message, first; then user and
     assistant in turn, from a user's to one of `last`."""
-    listed = isinstance(messages, list) and messages != []
-    require_request(listed, "messages must be a list of at least one, got", messages)
+    require_request(
+        isinstance(messages, list) and messages != [], "messages must be a list of at least one, got", messages
+    )
     turns = itertools.cycle(("user", "assistant"))
     for i, message in enumerate(messages):
         right = isinstance(message, dict) and message.keys() == {"role", "content"}
@@ -72,8 +73,7 @@ def check_messages(messages: Any, last: tuple[str, ...] = ("user",)) -> None:
         require_request(role == wanted, f"messages[{i}] must be of role {wanted!r}, got", role)
         require_request(isinstance(content, str), f"messages[{i}]: content must be a str, got {type(content).__name__}")
         check_text(content, f"messages[{i}]: content")
-    wanted = " or ".join(map(repr, last))
-    require_request(role in last, f"the last message must be of role {wanted}, got", role)
+    require_request(role in last, f"the last message must be of role {' or '.join(map(repr, last))}, got", role)
 
 
 class TemplateSource(NamedTuple):
@@ -104,13 +104,13 @@ def find_template(config: EngineConfig, choice: str | None = None) -> TemplateSo
             origin, text = str(file), read_bytes(file, MAX_TEMPLATE_BYTES).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file}: not UTF-8 text: byte {error.start}") from None
-    elif choice is not None:
-        raise RequestError(f"--chat-template must be {', '.join(BUILT_IN)} or a file, got {shown(choice)}")
     else:
+        require_request(choice is None, f"--chat-template must be {', '.join(BUILT_IN)} or a file, got", choice)
         own = settings.get("chat_template")
         if isinstance(own, list):  # of several the one called default
-            named = (entry for entry in own if isinstance(entry, dict) and entry.get("name") == "default")
-            own = next(named, {}).get("template")
+            own = next(
+                (one.get("template") for one in own if isinstance(one, dict) and one.get("name") == "default"), None
+            )
         origin, text = f"{directory}/tokenizer_config.json (chat_template)", own if isinstance(own, str) else ""
     require_config(text != "", f"{directory}: no chat template; use --chat-template llama2, chatml or FILE")
     plain = text.removesuffix("\n")  # a last newline is none of the template, says jinja2
@@ -201,7 +201,7 @@ def _changed(message: Message, asked: _Change, answered: _Change) -> Message:
     return message | {"content": _CORE.sub(change, message["content"], count=1)}
 
 
-class _SentencePieceEncoder:
+class _PieceEncoder:
     """Encodes with a copy of the model in which markers are control pieces, which sentencepiece never finds in text."""
 
     def __init__(self, tokenizer: SentencePieceTokenizer) -> None:
@@ -243,15 +243,13 @@ class _JsonEncoder:
         return [self._ids.get(i, i) for i in self._model.encode(text, add_special_tokens=False).ids]
 
 
-def chat_encoder(tokenizer: Tokenizer) -> _SentencePieceEncoder | _JsonEncoder:
+def chat_encoder(tokenizer: Tokenizer) -> _PieceEncoder | _JsonEncoder:
     """The encoder for the chat prompts of a loaded tokenizer. control_tokens: their ids by their text.
 
     encode(parts, spaced) gives the ids of the parts, with no BOS but theirs; spaced: whether every text begins with
     sentencepiece's leading space, None as the checkpoint says. Raises RequestError for what the tokenizer cannot spell.
     """
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        return _SentencePieceEncoder(tokenizer)
-    return _JsonEncoder(tokenizer)
+    return _PieceEncoder(tokenizer) if isinstance(tokenizer, SentencePieceTokenizer) else _JsonEncoder(tokenizer)
 
 
 def _without_markers(model: Any) -> Any:

@@ -53,10 +53,9 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
     files = [path / f"tokenizer{suffix}" for suffix in kinds] if path.is_dir() else [path]
     try:
         settings = optional_object(directory / "tokenizer_config.json")
-        added = _added_tokens(directory, settings)
         for file in files:
             if file.is_file() and file.suffix in kinds:
-                tokenizer = kinds[file.suffix](file, settings, added)
+                tokenizer = kinds[file.suffix](file, settings, _added_tokens(directory, settings))
                 numbers = f"the tokenizer has {tokenizer.vocab_size} tokens, the model's vocab_size is {vocab_size}"
                 fits = vocab_size is None or tokenizer.vocab_size <= vocab_size
                 require(fits, f"{path}: {numbers}", error=TokenizerError)
@@ -147,8 +146,7 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         # Of pieces: what is none of the model's is text as it is, and a piece behind it keeps its space.
-        texts = [text for i in ids if i < self.vocab_size and (text := self._texts[i])]
-        return str(self._model.decode(texts))
+        return str(self._model.decode([text for i in ids if i < self.vocab_size and (text := self._texts[i])]))
 
 
 def any_of(words: Iterable[str]) -> str:

@@ -44,8 +44,9 @@ class KVCache:
     """K and V of every live token. One owner: not safe for threads."""
 
     def __init__(
-        self, config: CacheConfig, dtype: torch.dtype, device: torch.device, ops: Ops, scorer: Tensor | None = None,
-        fingerprint: bytes = b"", flash: FlashStore | None = None) -> None:  # fmt: skip
+        self, config: CacheConfig, dtype: torch.dtype, device: torch.device, ops: Ops,
+        scorer: torch.Tensor | None = None, fingerprint: bytes = b"", flash: FlashStore | None = None,
+    ) -> None:  # fmt: skip
         """Allocates the arena. scorer: `Scorer.packed`; hand weights without one. fingerprint: of the model, for the
         keys of prefixes. flash: keeps their pages beyond the pool and the process. Raises CapacityError if the device
         does not have the bytes."""

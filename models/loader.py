@@ -34,27 +34,23 @@ def load_weights(
     for what `check_fit` finds, before a byte is read, and for the tensors that are not finite (all listed).
     """
     check_fit(weights, tensors, stored)
-    order = sorted(weights, key=lambda name: (str(tensors[name].file), tensors[name].offset))
     not_finite = []
-    for name in progress(order):
-        parts = {part: read_tensor(tensors[part]) for part in parts_of(name, weights[name], stored)}
-        weights[name] = _placed(list(parts.values()), weights[name], dtype, device)
+    for name in progress(sorted(weights, key=lambda name: (str(tensors[name].file), tensors[name].offset))):
+        place = weights[name]
+        parts = {part: read_tensor(tensors[part]) for part in parts_of(name, place, stored)}
+        if isinstance(place, Tensor):
+            ours: Weight = parts[name].to(device=device, dtype=dtype)
+        elif stored:
+            ours = weight_of([part.to(device) for part in parts.values()], place.group)
+        else:
+            ours = quantize(parts[name].to(device), place.bits, place.group)
+        weights[name] = ours
         if check_tensors:
-            ours = weights[name]
             made = isinstance(ours, Tensor) and not _finite(ours) and _finite(parts[name])
             hint = f" (finite in {tensors[name].dtype}, not in {str(dtype).removeprefix('torch.')})"
             not_finite += [name + hint] if made else [part for part, tensor in parts.items() if not _finite(tensor)]
         del parts  # before the next one is read
     require(not not_finite, f"{_place(tensors)}: tensors with NaN or infinite values: {some(not_finite)}")
-
-
-def _placed(parts: list[Tensor], place: Weight, dtype: torch.dtype, device: torch.device) -> Weight:
-    """What was read for a place of the model, as it is held."""
-    if isinstance(place, Tensor):
-        return parts[0].to(device=device, dtype=dtype)
-    if len(parts) == 1:
-        return quantize(parts[0].to(device), place.bits, place.group)
-    return weight_of([part.to(device) for part in parts], place.group)
 
 
 def parts_of(name: str, weight: Weight, stored: bool) -> dict[str, tuple[tuple[int, ...], list[str]]]:

@@ -58,8 +58,7 @@ def resolve(name: str) -> Path:
             return candidate
     looked = [f"  {candidate} ({_why_not(candidate)})" for candidate in dict.fromkeys(candidates)]
     lines = [f"model {name!r} was not found. Looked at:", *looked]
-    known = ALIASES.keys() | found().keys()
-    if near := difflib.get_close_matches(name, sorted(known - {name}), cutoff=0.5):
+    if near := difflib.get_close_matches(name, sorted((ALIASES.keys() | found().keys()) - {name}), cutoff=0.5):
         lines.append(f"Names near it: {', '.join(near)}")
     if _is_repository(repository) and name != "smollm2-135m":
         gated = "(Llama 2 is gated: accept its licence on its page and log in first)" if "Llama-2" in repository else ""

@@ -158,17 +158,15 @@ def _architecture(raw: Mapping[str, Any]) -> str:
 
 
 def _quantization(raw: Any) -> Quantization | None:
-    method = raw.get("quant_method", raw) if isinstance(raw, dict) else raw
-    known = raw is None or method == METHOD
-    way = "use a float16 or bfloat16 checkpoint, and --quantization int8 or int4"
-    _require(known, f"quantization_config {shown(method)} is not supported; {way}")
     if raw is None:
         return None
+    method = raw.get("quant_method", raw) if isinstance(raw, dict) else raw
+    way = "use a float16 or bfloat16 checkpoint, and --quantization int8 or int4"
+    _require(method == METHOD, f"quantization_config {shown(method)} is not supported; {way}")
     bits, group = raw.get("bits"), raw.get("group_size", 0)
     _require(type(bits) is int and bits in (8, 4), "quantization_config: bits must be 8 or 4, got", bits)
-    wanted = GROUPS if bits == 4 else (0,)
-    fits = type(group) is int and group in wanted
-    _require(fits, f"quantization_config: group_size must be {' or '.join(map(str, wanted))}, got", group)
+    wanted = [str(size) for size in (GROUPS if bits == 4 else (0,))]
+    _require(repr(group) in wanted, f"quantization_config: group_size must be {' or '.join(wanted)}, got", group)
     return Quantization(bits, group)
 
 

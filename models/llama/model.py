@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Ops, QuantizedWeight, Weight
+from kernels.reference_linear import weight_of
 from models.errors import require_config
 from models.llama.config import LlamaConfig
 from models.llama.rope import rope_table
@@ -25,43 +26,38 @@ class LlamaWeights(dict[str, Any]):
     def __init__(self, config: LlamaConfig) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        linears = {  # of a layer: (outputs, inputs, whether it has a bias)
-            "self_attn.q_proj": (queries, hidden, config.attention_bias),
-            "self_attn.k_proj": (keys, hidden, config.attention_bias),
-            "self_attn.v_proj": (keys, hidden, config.attention_bias),
-            "self_attn.o_proj": (hidden, queries, config.attention_bias),
-            "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-            "mlp.up_proj": (inner, hidden, config.mlp_bias),
-            "mlp.down_proj": (hidden, inner, config.mlp_bias),
-        }
+        linears = {  # of a layer: (outputs, inputs)
+            "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
+            "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
+            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+        }  # fmt: skip
+        biased = ("self_attn.",) * config.attention_bias + ("mlp.",) * config.mlp_bias  # how names of those begin
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
         for layer in (f"model.layers.{i}" for i in range(config.num_layers)):
             shapes |= {f"{layer}.{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")}
-            shapes |= {f"{layer}.{name}.weight": linear[:2] for name, linear in linears.items()}
-            shapes |= {f"{layer}.{name}.bias": (outputs,) for name, (outputs, _, bias) in linears.items() if bias}
+            shapes |= {f"{layer}.{name}.weight": shape for name, shape in linears.items()}
+            shapes |= {f"{layer}.{name}.bias": shape[:1] for name, shape in linears.items() if name.startswith(biased)}
         shapes["model.norm.weight"] = (hidden,)
         if not config.tie_word_embeddings:
             shapes["lm_head.weight"] = (config.vocab_size, hidden)
-        quantization = config.quantization
         for name, shape in shapes.items():
             self[name] = torch.empty(shape, device="meta")
-            if quantization is not None and len(shape) == 2:
-                bits = 8 if name in ("model.embed_tokens.weight", "lm_head.weight") else quantization.bits
-                even = bits == 8 or shape[1] % 2 == 0
-                require_config(even, f"int4 needs an even number of inputs; use int8: {name} has", shape[1])
-                self[name] = _empty(*shape, bits, quantization.group)
+            if config.quantization is not None and len(shape) == 2:
+                wide = name in ("model.embed_tokens.weight", "lm_head.weight")
+                self[name] = _empty(name, *shape, 0 if wide else config.quantization.group)
 
     def nbytes(self, itemsize: int) -> int:
         """As they are held, what is not quantised in elements of so many bytes."""
         return sum(w.numel() * itemsize if isinstance(w, Tensor) else w.nbytes for w in self.values())
 
 
-def _empty(outputs: int, inputs: int, bits: int, group: int) -> QuantizedWeight:
-    """On the meta device, without values."""
-    kind = torch.int8 if bits == 8 else torch.uint8
-    codes = torch.empty(outputs, inputs * bits // 8, dtype=kind, device="meta")
-    scales = torch.empty(outputs, 1 if bits == 8 else -(-inputs // group), dtype=torch.bfloat16, device="meta")
-    return QuantizedWeight(codes, scales, None if bits == 8 else scales, inputs if bits == 8 else group)
+def _empty(name: str, outputs: int, inputs: int, group: int) -> QuantizedWeight:
+    """On the meta device, without values; of 8 bits where there is no group."""
+    require_config(not group or inputs % 2 == 0, f"int4 needs an even number of inputs; use int8: {name} has", inputs)
+    width, kind = (inputs // 2, torch.uint8) if group else (inputs, torch.int8)
+    codes = torch.empty(outputs, width, dtype=kind, device="meta")
+    scales = torch.empty(outputs, -(-inputs // (group or inputs)), dtype=torch.bfloat16, device="meta")
+    return QuantizedWeight(codes, scales, scales if group else None, group or inputs)
 
 
 def _joined(weights: list[Any]) -> Any:
@@ -70,9 +66,8 @@ def _joined(weights: list[Any]) -> Any:
         return weights[0]
     if isinstance(weights[0], Tensor):
         return torch.cat(weights)
-    codes, scales, zeros, groups = zip(*weights, strict=True)
-    joined = None if None in zeros else torch.cat(zeros)
-    return QuantizedWeight(torch.cat(codes), torch.cat(scales), joined, groups[0])
+    *parts, groups = zip(*weights, strict=True)
+    return weight_of([torch.cat(part) for part in parts if part[0] is not None], groups[0])
 
 
 class _Layer:
@@ -126,8 +121,7 @@ class Llama:
         for i, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             qkv = ops.linear(hidden, *layer.qkv).view(len(input_ids), sum(heads), config.head_dim)
             q, k, v = qkv.split(heads, dim=1)
-            attended = attention(i, q, k, v, cos_sin)
-            hidden = ops.linear(attended.flatten(1), *layer.output)
+            hidden = ops.linear(attention(i, q, k, v, cos_sin).flatten(1), *layer.output)
             hidden = ops.add_rms_norm(hidden, residual, layer.post_attention_norm, eps)
             gate, up = ops.linear(hidden, *layer.gate_up).chunk(2, dim=1)
             hidden = ops.linear(ops.silu_mul(gate, up), *layer.down)

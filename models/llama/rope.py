@@ -37,8 +37,7 @@ def _angles(config: LlamaConfig, max_positions: int) -> tuple[Tensor, float]:
         return _yarn(config, scaling, inverse)
     # llama3: keep the fast dimensions, divide the slow ones, blend between (Llama 3.1 reference code)
     low, high = scaling.values["low_freq_factor"], scaling.values["high_freq_factor"]
-    turns = original * inverse / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    keep = ((original * inverse / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return inverse * keep + inverse / factor * (1 - keep), 1.0
 
 
