@@ -19,6 +19,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
