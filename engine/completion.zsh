@@ -82,6 +82,8 @@ _shtab_isotherm_chat_options=(
   "--flash-cache-dir[directory on flash for exact copies (default\: none)]:DIR:_files -/"
   "--flash-cache-size[bytes that the copies on flash may take, as 20GB]:SIZE:"
   "--flash-cache-persist[leave the copies on flash for the next run]"
+  "--quantization[int8 or int4\: keep the weights in so many bits (default\: as the checkpoint has them)]:NAME:(int8 int4)"
+  "--quantization-group[inputs that share a scale in int4\: 32, 64 or 128 (default\: 32, or as the checkpoint has them)]:N:(32 64 128)"
   {-q,--quiet}"[nothing on stderr but errors]"
   "--system[system prompt (default\: the chat template\'s)]:TEXT:"
   "--chat-template[llama2, chatml or a file (default\: the checkpoint\'s)]:NAME:_files"
@@ -155,6 +157,8 @@ _shtab_isotherm_generate_options=(
   "--flash-cache-dir[directory on flash for exact copies (default\: none)]:DIR:_files -/"
   "--flash-cache-size[bytes that the copies on flash may take, as 20GB]:SIZE:"
   "--flash-cache-persist[leave the copies on flash for the next run]"
+  "--quantization[int8 or int4\: keep the weights in so many bits (default\: as the checkpoint has them)]:NAME:(int8 int4)"
+  "--quantization-group[inputs that share a scale in int4\: 32, 64 or 128 (default\: 32, or as the checkpoint has them)]:N:(32 64 128)"
   {-q,--quiet}"[nothing on stderr but errors]"
   "--json[print one JSON object instead of text]"
 )

@@ -73,7 +73,7 @@ def test_quantised_weights(tmp_path):
     exact = 2 * (160 + 3 * (2 * 160 + 160 + 32 + 32 + 160))  # norms and biases
     embedding = 400 * (160 + 2)  # and head
     eight = sum(outputs * (inputs + 2) for outputs, inputs in linears)
-    four = sum(outputs * (inputs // 2 + 2 * (2 + 2)) for outputs, inputs in linears)  # rows of two groups
+    four = sum(outputs * (inputs // 2 + -(-inputs // 32) * (2 + 2)) for outputs, inputs in linears)
     assert plan(tmp_path, 100, quantization="int8")["weights_bytes"] == exact + embedding + 3 * eight
     assert plan(tmp_path, 100, quantization="int4")["weights_bytes"] == exact + embedding + 3 * four
 

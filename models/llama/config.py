@@ -24,7 +24,7 @@ _ROPE_KEYS: dict[str, dict[str, tuple[float, float]]] = {
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
 _NO_SCALING = {"rope_theta", "partial_rotary_factor"}  # what else may lie beside them
 GROUPS = (32, 64, 128)  # of int4: inputs that share a scale and a zero
-DEFAULT_GROUP = 128
+DEFAULT_GROUP = 32
 METHOD = "isotherm"  # the quant_method of checkpoints that tools.quantize writes
 BETA_SLOW, BETA_FAST = 1.0, 32.0  # yarn's, where none are given
 
