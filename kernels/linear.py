@@ -114,7 +114,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, dt
     if tokens == 0:
         return out
     parts = out if splits == 1 else x.new_empty(splits, tokens, outputs, dtype=torch.float32)
-    _linear_kernel[(*blocks, splits)](
+    grid = (*blocks, splits)
+    _linear_kernel[grid](
         x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, bias, parts, x.stride(0), tokens,
         IN=inputs, OUT=outputs, GROUP=group, SPLITS=splits, BLOCK_M=block_m, BLOCK_N=block_n, STAGES=stages,
         num_warps=num_warps, enable_fp_fusion=True,

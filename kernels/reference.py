@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.ops import AttentionPlan, LayerCache, min_exponent
 from kernels.reference_compress import compress as compress
 from kernels.reference_compress import decode, decode_means, rotate
-from kernels.reference_linear import cpu_computes_bfloat16
+from kernels.reference_linear import cpu_computes_bfloat16 as cpu_computes_bfloat16
 from kernels.reference_linear import linear as linear
 from kernels.reference_linear import linear_float32 as linear_float32
 from kernels.reference_linear import pack_linear as pack_linear

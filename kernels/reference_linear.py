@@ -40,7 +40,8 @@ def pack_linear(weight: Weight) -> Any:
 
 
 def _pack_int4(weight: QuantizedWeight) -> QuantizedWeight | PackedInt4:
-    outputs, inputs = weight.shape
+    (outputs, inputs), zeros = weight.shape, weight.zeros
+    assert zeros is not None
     last = inputs % weight.group
     half = _outputs_apart() if weight.codes.device.type == "cpu" else 0
     if not half or outputs % (2 * half) or last not in (0, 32, 64):
@@ -52,7 +53,7 @@ def _pack_int4(weight: QuantizedWeight) -> QuantizedWeight | PackedInt4:
             pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
             codes = torch.cat([pack(_unpack_int4(some, group).int(), 1) for some in rows])
             groups = slice(first // weight.group, -(-end // weight.group))
-            pairs = torch.stack([weight.scales[:, groups].T, weight.zeros[:, groups].T], -1).contiguous()
+            pairs = torch.stack([weight.scales[:, groups].T, zeros[:, groups].T], -1).contiguous()
             parts.append((codes, pairs, group))
     return PackedInt4(tuple(parts), half)
 

@@ -57,11 +57,11 @@ def _placed(parts: list[Tensor], place: Weight, dtype: torch.dtype, device: torc
     return weight_of([part.to(device) for part in parts], place.group)
 
 
-def parts_of(name: str, weight: Weight, stored: bool) -> dict[str, tuple[tuple[int, ...], Iterable[str]]]:
+def parts_of(name: str, weight: Weight, stored: bool) -> dict[str, tuple[tuple[int, ...], list[str]]]:
     """The tensors of a checkpoint that a weight is made of, by name: their shapes and which dtypes they may have."""
     if isinstance(weight, Tensor) or not stored:
-        return {name: (weight.shape, DTYPES)}
-    parts = [(name + suffix, part) for suffix, part in zip(_SUFFIXES, weight, strict=False) if part is not None]
+        return {name: (weight.shape, list(DTYPES))}
+    parts = [(name + suffix, part) for suffix, part in zip(_SUFFIXES, weight[:3], strict=True) if part is not None]
     return {name: (part.shape, [_SPELLED[part.dtype]]) for name, part in parts}
 
 

@@ -44,13 +44,13 @@ def moments(model: str, texts: list[str], tokens: int) -> dict[str, Tensor]:
     llm = LLM(model, dtype="float32", backend="torch", device="cpu", enable_prefix_caching=False)
     assert llm.tokenizer is not None
     recorder, context = _Recorder(), min(_CONTEXT, llm.max_model_len - 1)
-    llm._model.ops = recorder  # type: ignore[assignment]
+    llm._model.ops = recorder
     windows = []
     for text in texts:
         ids = llm.tokenizer.encode(text[: 16 * tokens])[: max(tokens // len(texts), 1)]
         windows += [ids[first : first + context] for first in range(0, len(ids), context)]
     llm.generate(windows, SamplingParams(max_tokens=1, ignore_eos=True))
-    found = {}
+    found: dict[str, Tensor] = {}
     for i, layer in enumerate(llm._model.layers):
         for (weight, _), names in (
             (layer.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import Ops, QuantizedWeight, Weight
+from kernels.ops import Ops, QuantizedWeight
 from models.errors import require_config
 from models.llama.config import LlamaConfig
 from models.llama.rope import rope_table
@@ -17,9 +17,10 @@ from models.llama.rope import rope_table
 Attention = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class LlamaWeights(dict[str, Weight]):
-    """The parameters under the names that Hugging Face checkpoints give them, as `config.quantization` asks: on the
-    meta device until `models.loader.load_weights` puts them in, consumed by `Llama`. Raises ConfigError."""
+class LlamaWeights(dict[str, Any]):
+    """The parameters, each a `kernels.ops.Weight`, as `config.quantization` asks, under the names that Hugging Face
+    checkpoints give them: on the meta device until `models.loader.load_weights` puts them in, consumed by `Llama`.
+    Raises ConfigError."""
 
     def __init__(self, config: LlamaConfig) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
