@@ -238,7 +238,7 @@ def test_what_is_kept_on_flash_is_of_one_quantization(directory, tmp_path):
     prompt, cached = TEXT[:100], []
     for changes in (
         {}, {"quantization": "int8"}, {"quantization": "int8"}, {"quantization": "int4"},
-        {"quantization": "int4", "quantization_group": 32},
+        {"quantization": "int4", "quantization_group": 64},
     ):  # fmt: skip
         llm = load(directory, **settings, **changes)
         answer = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)[0]

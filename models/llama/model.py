@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import Ops, QuantizedWeight
+from kernels.ops import Ops, QuantizedWeight, Weight
 from models.errors import require_config
 from models.llama.config import LlamaConfig
 from models.llama.rope import rope_table
@@ -136,9 +136,10 @@ class Llama:
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         """[T, hidden_size] float32."""
-        if isinstance(self.embedding, Tensor):
-            return self.embedding[input_ids].float()
-        return self.embedding.codes[input_ids] * self.embedding.scales[input_ids].float()
+        embedding: Weight = self.embedding
+        if isinstance(embedding, Tensor):
+            return embedding[input_ids].float()
+        return embedding.codes[input_ids] * embedding.scales[input_ids].float()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of the next token, [rows, vocab_size] float32, of rows of hidden states."""
