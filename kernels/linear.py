@@ -121,5 +121,7 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, dt
         num_warps=num_warps, enable_fp_fusion=True,
     )
     if splits > 1:
-        _sum_kernel[(triton.cdiv(out.numel(), 512),)](parts, out, out.numel(), SPLITS=splits, BLOCK=512, num_warps=4, enable_fp_fusion=True)
+        _sum_kernel[(triton.cdiv(out.numel(), 512),)](
+            parts, out, out.numel(), SPLITS=splits, BLOCK=512, num_warps=4, enable_fp_fusion=True
+        )
     return out
