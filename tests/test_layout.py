@@ -24,7 +24,7 @@ ALLOWED = {  # package -> packages of ours that it may import
 }
 OURS = {*ALLOWED, "tests"}
 TRITON_FILES = {f"kernels/{name}.py" for name in (
-    "fused", "attend", "attention", "prefill", "codes", "compress", "norm", "activation", "rope", "recall",
+    "fused", "attend", "attention", "prefill", "codes", "compress", "norm", "activation", "rope", "recall", "linear",
 )}  # fmt: skip
 NO_TORCH = {
     "memory/__init__.py", "memory/config.py", "memory/buddy.py", "memory/errors.py", "models/__init__.py",
