@@ -151,6 +151,7 @@ def write_safetensors(
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors:
             file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made
 
 
 def _tensors(weights: list[Weight], dtype: str, source: Path, done: Callable[[], object]) -> Iterator[Tensor]:

@@ -151,6 +151,7 @@ def _values(
             raise ModelFormatError(f"{tensors[name].file}: {name} has values that are NaN or infinite")
         if isinstance(weight, torch.Tensor):
             yield tensor
+            del tensor  # before the next one is read
         else:
             if name in moments:
                 from tools import quantize_gptq
