@@ -19,7 +19,6 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -55,8 +54,8 @@ class PrefixCache:
     def __init__(self, config: CacheConfig, frames: Frames, fingerprint: bytes) -> None:
         self._page_size = size = config.page_size
         self._policy = policy(config.eviction_policy, len(frames.bits), size * array("i").itemsize, _EVEN)
-        bounds: Any = {"max_children": config.max_prefix_children, "max_depth": config.max_prefix_depth}
-        self.tree: RadixTree[int] = RadixTree(size, keep=self._policy.keep, **bounds)
+        self.tree: RadixTree[int] = RadixTree(size, max_children=config.max_prefix_children,
+                                              max_depth=config.max_prefix_depth, keep=self._policy.keep)  # fmt: skip
         self._frames = frames
         self._kept = np.zeros(len(frames.bits), dtype=np.int32)  # whether the tree is one of the page's owners
         self._fingerprint = fingerprint

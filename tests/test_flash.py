@@ -687,7 +687,7 @@ def test_ids_are_not_used_again(tmp_path, monkeypatch):
 
 def start(code, *args, **options):
     """A process of its own, that has the names of this file."""
-    begin = "import sys; sys.path[:0] = sys.argv[1:3]; from test_flash import *\n"
+    begin = "import sys; sys.path[:0] = sys.argv[1:3]; import oracle.invariants; from test_flash import *\n"
     args = [sys.executable, "-c", begin + textwrap.dedent(code), ROOT, ROOT / "tests", *args]
     return subprocess.Popen(list(map(str, args)), stdout=-1, stderr=-1, stdin=-1, text=True, **options)
 
