@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM", "AllocatorError", "AsyncLLM", "CapacityError", "ConfigError", "EngineConfig", "ModelFormatError",
-    "RequestError", "RequestOutput", "SamplingParams", "TokenizerError",
-]  # fmt: skip
+    "RequestError", "RequestOutput", "SamplingParams", "TokenizerError"]  # fmt: skip
 
 _HEAVY = {"LLM": "engine.llm", "AsyncLLM": "engine.async_llm"}
 _LIGHT = ("engine.config", "engine.errors", "memory.errors", "models.errors")

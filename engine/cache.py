@@ -23,5 +23,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps({"rows": rows}))
     else:
-        print(*lines({"deleted" if args.action == "clear" else "files": {row["name"]: row for row in rows}}), sep="\n")
+        named = {row.pop("name"): row for row in rows}
+        print(*lines({"deleted" if args.action == "clear" else "files": named}), sep="\n")
     return int(args.action == "verify" and any(row["damaged"] for row in rows))

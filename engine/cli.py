@@ -34,11 +34,11 @@ FOREIGN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("foreig
 # What generation_config.json may set, where no flag does.
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-# 0 is success, 2 also argparse's own, 130 and 143 end by SIGINT and SIGTERM. Where two fit, the first counts.
+# 0 is success, 2 also argparse's own, 130 and 143 end by SIGINT and SIGTERM. Where two fit, the first counts; the last
+# is, among others, a full disk under stdout.
 EXIT_CODES: dict[type[BaseException], int] = {
     ModelFormatError: 3, ConfigError: 3, TokenizerError: 3, RequestError: 2, CapacityError: 4, KeyboardInterrupt: 130,
-    BrokenPipeError: 141, ModuleNotFoundError: 1, OSError: 1,  # as a full disk under stdout
-}  # fmt: skip
+    BrokenPipeError: 141, ModuleNotFoundError: 1, OSError: 1}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -130,8 +130,7 @@ def show(outputs: Iterable[RequestOutput], write: Callable[[str], Any]) -> tuple
 def rates(times: list[float], prompt_tokens: int) -> dict[str, Any]:
     """What the times that `show` returned say, where there is a token: ttft_s, prefill_tok_s, decode_tok_s."""
     ttft = times[1] - times[0]
-    steps = len(times) - 2  # a token each, after the first
-    decode = steps / (times[-1] - times[1]) if steps else None
+    decode = (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None  # of the tokens after the first
     return {"ttft_s": ttft, "prefill_tok_s": prompt_tokens / ttft, "decode_tok_s": decode}
 
 

@@ -60,8 +60,7 @@ def _report(output: RequestOutput, stats: dict[str, Any], load_s: float, times: 
     return {
         "text": output.text, "token_ids": output.token_ids, "prompt_tokens": prompt_tokens,
         "completion_tokens": len(output.token_ids), "finish_reason": output.finish_reason,
-        "timings": {"load_s": load_s} | rates(times, prompt_tokens), "memory": memory, "cache": cache,
-    }  # fmt: skip
+        "timings": {"load_s": load_s} | rates(times, prompt_tokens), "memory": memory, "cache": cache}  # fmt: skip
 
 
 def _summary(report: dict[str, Any]) -> str:

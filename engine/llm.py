@@ -58,7 +58,6 @@ class LLM:
         self.generation_config = engine.generation_config
         self._model = engine.model
         self._cache = engine.cache
-        self._eos_ids = engine.eos_ids
         self._runner = Runner(engine.model, engine.cache)
         self._scheduler = Scheduler(engine.cache, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._ids = itertools.count()
@@ -95,9 +94,8 @@ class LLM:
         seeds = [None if params.seed is None else (params.seed + i) % 2**63 for i in range(params.n)]
         every = [replace(params, n=1, seed=seed) for seed in seeds]
         requests = [self._request(list(tokens), own) for tokens in self._prompts(prompts) for own in every]
-        bar = Progress(total=len(requests), desc="Generating", shown=use_tqdm)
-        with bar, contextlib.closing(self._steps(requests)) as steps:
-            for _ in steps:
+        with Progress(total=len(requests), desc="Generating", shown=use_tqdm) as bar:
+            for _ in self._steps(requests):
                 bar.update(sum(request.finish_reason is not None for request in requests) - bar.n)
         return [self._scheduler.output(request) for request in requests]
 
@@ -166,10 +164,9 @@ class LLM:
         float32 tensor on the model's device for every step, whose length is that of the step's chunk."""
         request = self._request(self._one_prompt(prompt), SamplingParams(temperature=0.0, max_tokens=1), scored=True)
         request.every_logit = True
-        with contextlib.closing(self._steps([request])) as steps:
-            for _ in steps:
-                yield from request.scores or []
-                request.scores = []
+        for _ in self._steps([request]):
+            yield from request.scores or []
+            request.scores = []
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, end_ids: frozenset[int] = frozenset()
@@ -319,13 +316,12 @@ class LLM:
         seed = (self.config.seed * 1_000_003 + request_id) % 2**63 if params.seed is None else params.seed
         generator = torch.Generator().manual_seed(seed) if params.temperature > 0 else None
         max_tokens = min(params.max_tokens, self.max_model_len - length) if answered else 0
-        eos_ids = frozenset() if params.ignore_eos else self._eos_ids | end_ids
+        eos_ids = frozenset() if params.ignore_eos else self._engine.eos_ids | end_ids
         detokenizer = Detokenizer(self.tokenizer, tokens) if self.tokenizer and answered else None
         request = Request(request_id, params, tokens, length, max_tokens, eos_ids, generator, detokenizer, scores)
-        cache = self._cache.config
-        exact = cache.pages_for(request.most_tokens) <= cache.num_pages
-        if not exact and cache.least_units(request.most_tokens) > cache.num_units:
-            needs = f"{request.most_tokens} tokens of cache ({length} of the prompt)"
+        cache, longest = self._cache.config, request.most_tokens
+        if cache.pages_for(longest) > cache.num_pages and cache.least_units(longest) > cache.num_units:
+            needs = f"{longest} tokens of cache ({length} of the prompt)"
             fit = f"{cache.most_tokens} fit in {self._cache.capacity_bytes / 1e6:.1f} MB"
             way = "use a larger --kv-cache-memory, fewer --max-tokens, or a shorter prompt"
             raise CapacityError(f"the request needs {needs}, {fit}; {way}")

@@ -6,9 +6,9 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,7 @@ _OF_CACHE = ("page_size", "eviction_policy", "max_prefix_children", "max_prefix_
 _OF_TIERS = ("attention_window", "evict_threshold", "hot_threshold", "importance", "warm_layer_ratio", "warm_threshold")
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
+class Engine(NamedTuple):
     """Everything that `LLM` drives, loaded and fitting together."""
 
     model: Llama
@@ -135,7 +134,7 @@ def second_cache(engine: Engine, config: EngineConfig) -> Engine:
     cache_config = _cache_config(config, model.config, 0, model.device, model.dtype)
     scorer = _scorer(config, cache_config, model.config)
     cache = KVCache(cache_config, model.dtype, model.device, model.ops, scorer)
-    return replace(engine, cache=cache, max_model_len=max_model_len)
+    return engine._replace(cache=cache, max_model_len=max_model_len)
 
 
 def _fingerprint(config: CacheConfig, model: LlamaConfig, dtype: torch.dtype, tensors: dict[str, TensorInfo]) -> bytes:
@@ -270,7 +269,7 @@ def _stretched(config: EngineConfig, raw: dict[str, Any]) -> LlamaConfig:
     scaling = own.rope_scaling or RopeScaling("yarn", own.context_length, {"factor": 1.0})
     values = {**scaling.values, "factor": scaling.values["factor"] * factor}
     log.warning("--rope-scaling auto: %s, factor %.4g", scaling.kind, values["factor"])
-    scaling = replace(scaling, values=values)
+    scaling = scaling._replace(values=values)
     return replace(own, max_position_embeddings=math.ceil(own.max_position_embeddings * factor), rope_scaling=scaling)
 
 

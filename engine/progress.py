@@ -12,8 +12,7 @@ class Progress(tqdm):  # type: ignore[misc]
 
     def __init__(self, *args: object, shown: bool, **options: object) -> None:
         # disable=None is tqdm's "unless this is a terminal".
-        shown = shown and os.environ.get("TERM") != "dumb"
-        super().__init__(*args, disable=None if shown else True, leave=False, **options)
+        super().__init__(*args, disable=not shown or os.environ.get("TERM") == "dumb" or None, leave=False, **options)
         columns = getattr(self, "ncols", None)
         if columns is not None and columns <= 0:
             self.ncols, self.nrows = 79, 24  # a terminal that does not know its size, where tqdm would draw nothing

@@ -47,12 +47,11 @@ class Runner:
 
     def _hidden(self, schedule: Schedule) -> Tensor:
         """Hidden states of the scheduled tokens, [sum of counts, hidden_size]."""
-        requests, counts = schedule.requests, schedule.counts
+        requests, counts, decodes = schedule
         spans = [(request, request.sequence.length, count) for request, count in zip(requests, counts, strict=True)]
         ids = [token for request, start, count in spans for token in request.tokens[start : start + count]]
         positions = [torch.arange(start, start + count) for _, start, count in spans]
-        plan = self.cache.plan([request.sequence for request in requests], counts, schedule.num_decodes)
-        decodes = schedule.num_decodes
+        plan = self.cache.plan([request.sequence for request in requests], counts, decodes)
         observation = Observation(plan, counts) if self._observes(requests, counts) else None
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
@@ -78,10 +77,9 @@ class Runner:
 
     def _observes(self, requests: list[Request], counts: list[int]) -> bool:
         """Whether attention is measured in this step: where pages may have to go, of chunks and some of the decodes."""
-        return self.cache.config.may_compress([request.most_tokens for request in requests]) and any(
-            count > 1 or request.sequence.length % _OBSERVE_EVERY == 0
-            for request, count in zip(requests, counts, strict=True)
-        )
+        spans = zip(requests, counts, strict=True)
+        due = any(count > 1 or request.sequence.length % _OBSERVE_EVERY == 0 for request, count in spans)
+        return due and self.cache.config.may_compress([request.most_tokens for request in requests])
 
     def _score(self, request: Request, count: int, hidden: Tensor) -> Tensor:
         """Log-probabilities of the tokens that follow the `count` scheduled ones, or all of their logits; hidden

@@ -15,7 +15,7 @@ that is alone is compressed to fit, and with `kv_budget` all are, before any is 
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -93,8 +93,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """One step: `counts[i]` tokens of `requests[i]`; the first `num_decodes` requests compute one token each."""
 
     requests: list[Request]

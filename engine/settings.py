@@ -33,11 +33,9 @@ def parse_size(text: str | int) -> int:
 
 def parse_json_object(text: str) -> dict[str, Any] | str:
     """A JSON object given on the command line, or "auto". Raises ConfigError."""
-    if text == "auto":
-        return text
     with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(text)
-        if isinstance(value, dict):
+        value: dict[str, Any] | str = text if text == "auto" else json.loads(text)
+        if value == text or isinstance(value, dict):
             return value
     wanted = 'auto or a JSON object is wanted, as {"rope_type": "linear", "factor": 2}'
     raise UnreadableError(f"{wanted}; got {shown(text)}")
@@ -46,8 +44,7 @@ def parse_json_object(text: str) -> dict[str, Any] | str:
 _TABLE: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("flags.json").read_text("utf-8"))
 # By the first word of a field's annotation, or by its metavar.
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    "int": int, "float": float, "bool": bool, "str": str, "SIZE": parse_size, "JSON": parse_json_object,
-}  # fmt: skip
+    "int": int, "float": float, "bool": bool, "str": str, "SIZE": parse_size, "JSON": parse_json_object}  # fmt: skip
 
 
 def flags(settings: type[Any], defaults: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -60,9 +60,8 @@ _CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # of a content, without the white
 def check_messages(messages: Any, last: tuple[str, ...] = ("user",)) -> None:
     """Raises RequestError unless it is a list of {"role", "content"}: at most one system message, first; then user and
     assistant in turn, from a user's to one of `last`."""
-    require_request(
-        isinstance(messages, list) and messages != [], "messages must be a list of at least one, got", messages
-    )
+    listed = isinstance(messages, list) and messages != []
+    require_request(listed, "messages must be a list of at least one, got", messages)
     turns = itertools.cycle(("user", "assistant"))
     for i, message in enumerate(messages):
         right = isinstance(message, dict) and message.keys() == {"role", "content"}

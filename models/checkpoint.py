@@ -6,9 +6,8 @@ with bounds on everything. No code from a model directory is ever imported.
 
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from models.errors import require, shown
 from models.files import MAX_JSON_BYTES, opened, parse_json, read_object, stamp
@@ -20,8 +19,7 @@ _SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2,
           "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """Where one tensor's bytes are: [offset, offset + nbytes) of its file."""
 
     file: Path

@@ -83,7 +83,7 @@ def test_chat_stops_at_the_end_of_the_turn(llm, monkeypatch):
     messages = user("Who was warm?")
     free = llm.chat(messages, GREEDY)
     end = free.token_ids[4]
-    assert end not in llm._eos_ids and llm.chat_template.end_ids == {353}
+    assert end not in llm._engine.eos_ids and llm.chat_template.end_ids == {353}
     monkeypatch.setattr(llm.chat_template, "end_ids", frozenset([end]))
     stopped = llm.chat(messages, replace(GREEDY, ignore_eos=False))
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(end) + 1] and stopped.finish_reason == "stop"

@@ -721,7 +721,7 @@ def test_sentencepiece_is_preferred(tmp_path):
 
 def test_end_of_text_from_the_tokenizer_when_the_config_has_none(tmp_path):
     make_checkpoint(tmp_path, eos_token_id=DROP)
-    assert LLM(tmp_path, threads=1)._eos_ids == {EOS}
+    assert LLM(tmp_path, threads=1)._engine.eos_ids == {EOS}
 
 
 def test_streaming_keeps_spaces_where_the_decoder_strips_them():

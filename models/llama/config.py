@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from models.errors import require_config as _require
 from models.errors import shown
@@ -19,8 +19,7 @@ _ROPE_KEYS: dict[str, dict[str, tuple[float, float]]] = {
     "dynamic": {"factor": _FACTOR},
     "yarn": {"factor": _FACTOR, "beta_slow": _POSITIVE, "beta_fast": _POSITIVE, "attention_factor": (1e-3, 1e3),
              "mscale": (0.0, 1e3), "mscale_all_dim": (0.0, 1e3)},
-    "llama3": {"factor": _FACTOR, "low_freq_factor": _POSITIVE, "high_freq_factor": _POSITIVE},
-}  # fmt: skip
+    "llama3": {"factor": _FACTOR, "low_freq_factor": _POSITIVE, "high_freq_factor": _POSITIVE}}  # fmt: skip
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
 _NO_SCALING = {"rope_theta", "partial_rotary_factor"}  # what else may lie beside them
 GROUPS = (32, 64, 128)  # of int4: inputs that share a scale and a zero
@@ -32,8 +31,7 @@ BETA_SLOW, BETA_FAST = 1.0, 32.0  # yarn's, where none are given
 _WANTED = {bool: "true or false", int: "an integer from {} to {}", float: "a number from {:g} to {:g}"}
 
 
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
+class RopeScaling(NamedTuple):
     """How rotary frequencies are stretched for contexts longer than the trained one.
 
     `original_context` is the length (tokens) that the unscaled frequencies were trained for; `values` holds the numbers
@@ -46,8 +44,7 @@ class RopeScaling:
     truncate: bool = True  # yarn: round the borders of the ramp to whole dimensions
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
+class Quantization(NamedTuple):
     """How weights are kept: in 8 bits with a scale for each output; or in 4, but the embedding and the head, with a
     scale and a zero for each `group` consecutive inputs of an output."""
 

@@ -28,9 +28,8 @@ class LlamaWeights(dict[str, Any]):
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         linears = {  # of a layer: (outputs, inputs)
             "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
-            "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries),
-            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
-        }  # fmt: skip
+            "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}  # fmt: skip
         biased = ("self_attn.",) * config.attention_bias + ("mlp.",) * config.mlp_bias  # how names of those begin
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
         for layer in (f"model.layers.{i}" for i in range(config.num_layers)):
@@ -103,8 +102,7 @@ class Llama:
         self.head = ops.pack_linear(head)
         if head is self.embedding and self.head is not head:
             self.nbytes += head.nbytes  # tied, and in a layout of its own
-        self.dtype = self.norm.dtype
-        self.device = self.norm.device
+        self.dtype, self.device = self.norm.dtype, self.norm.device
         self.rope = rope_table(config, max_positions, self.device)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:

@@ -31,8 +31,7 @@ def _angles(config: LlamaConfig, max_positions: int) -> tuple[Tensor, float]:
         return inverse / factor, 1.0
     if scaling.kind == "dynamic":  # NTK-aware: a larger base, so that only the slow dimensions are stretched
         growth = factor * max(max_positions, original) / original - (factor - 1)
-        base = config.rope_theta * growth ** (config.head_dim / (config.head_dim - 2))
-        return base**-exponents, 1.0
+        return (config.rope_theta * growth ** (config.head_dim / (config.head_dim - 2))) ** -exponents, 1.0
     if scaling.kind == "yarn":
         return _yarn(config, scaling, inverse)
     # llama3: keep the fast dimensions, divide the slow ones, blend between (Llama 3.1 reference code)
