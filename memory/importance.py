@@ -73,10 +73,9 @@ class Scorer(nn.Module):
         self.log_tau = nn.Parameter(torch.tensor(np.log(512.0), dtype=torch.float32))  # of the decay, in tokens
         with torch.random.fork_rng(devices=[]):  # not the caller's stream
             torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed the GPUs too
-            self.relevance = nn.Sequential(
-                nn.Linear(NUM_FEATURES + 2, SCORE_HIDDEN), nn.SiLU(), nn.Linear(SCORE_HIDDEN, 1)
-            )
-            for parameter in self.relevance[2].parameters():
+            first, second = nn.Linear(NUM_FEATURES + 2, SCORE_HIDDEN), nn.Linear(SCORE_HIDDEN, 1)
+            self.relevance = nn.Sequential(first, nn.SiLU(), second)
+            for parameter in second.parameters():
                 nn.init.zeros_(parameter)
 
     def packed(self, factors: tuple[float, ...] = (1, 1, 1)) -> Tensor:

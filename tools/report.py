@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     assert llm.tokenizer is not None
     is_text = isinstance(prompt, str)
     ids = llm.tokenizer.encode(prompt) if is_text else llm.chat_template.encode(prompt)
-    ends = llm._eos_ids | (frozenset() if is_text else llm.chat_template.end_ids)
+    ends = llm._engine.eos_ids | (frozenset() if is_text else llm.chat_template.end_ids)
     try:
         result = record(llm, ids, args.max_tokens, ends)
     except FloatingPointError as error:
