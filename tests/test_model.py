@@ -47,7 +47,7 @@ def greedy_params(n):
 @torch.inference_mode()
 def all_logits(llm, ids, chunk):
     """Logits after every token, [n, vocab_size], through the real cache, `chunk` tokens at a time."""
-    request = llm._request(list(ids), SamplingParams(), scores=[])
+    request = llm._request(list(ids), SamplingParams(), scored=True)
     rows = []
     for start in range(0, len(ids), chunk):
         count = min(chunk, len(ids) - start)

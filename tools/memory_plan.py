@@ -238,11 +238,11 @@ def activation_bytes(model: LlamaConfig, itemsize: int, tokens: int, batch: int)
     hidden, inner, queries = model.hidden_size, model.intermediate_size, model.num_heads * model.head_dim
     qkv = queries + 2 * model.num_kv_heads * model.head_dim
     # Elements of a token. What a layer made lives until the next one has made its own: so while qkv is made there are
-    # two, and the outputs of attention and of gate and up of the layer before. Attention holds its own output beside
+    # two, and the outputs of gate and up of the layer before. Attention holds its own output beside
     # that, and the queries once more: rotated for compressed pages, or the output that recall replaces.
     attention = _attention_elements(model) + max(qkv, 2 * queries)
-    gate_up = hidden + qkv + queries + 4 * inner
-    down = 2 * hidden + qkv + queries + 3 * inner
+    gate_up = hidden + qkv + 4 * inner
+    down = 2 * hidden + qkv + 3 * inner
     layers = tokens * (max(attention, gate_up, down) * itemsize + _throughout(model))
     # After them: the logits as they are computed, and in float32.
     logits = tokens * hidden * itemsize + batch * (hidden * itemsize + model.vocab_size * (itemsize + 4))
@@ -252,7 +252,7 @@ def activation_bytes(model: LlamaConfig, itemsize: int, tokens: int, batch: int)
 def _attention_elements(model: LlamaConfig) -> int:
     """Of a token, that are held beside what attention makes: its inputs, and what is left of the layer before."""
     queries = model.num_heads * model.head_dim
-    return model.hidden_size + 2 * queries + 2 * model.num_kv_heads * model.head_dim + 2 * model.intermediate_size
+    return model.hidden_size + queries + 2 * model.num_kv_heads * model.head_dim + 2 * model.intermediate_size
 
 
 def _throughout(model: LlamaConfig) -> int:
