@@ -133,7 +133,8 @@ def second_cache(engine: Engine, config: EngineConfig) -> Engine:
     require_config(max_model_len <= engine.max_model_len, loaded)
     cache_config = _cache_config(config, model.config, 0, model.device, model.dtype)
     scorer = _scorer(config, cache_config, model.config)
-    cache = KVCache(cache_config, model.dtype, model.device, model.ops, scorer)
+    fingerprint = _fingerprint(cache_config, model.config, model.dtype, {})
+    cache = KVCache(cache_config, model.dtype, model.device, model.ops, scorer, fingerprint)
     return engine._replace(cache=cache, max_model_len=max_model_len)
 
 

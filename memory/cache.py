@@ -105,8 +105,7 @@ class KVCache:
         warm = bits < self.config.exact_bits
         warm_tokens = int(warm.sum()) * self.config.page_size
         resident = int(costs.sum())
-        copies = self._frames.copies
-        copied = 0 if copies is None else int(np.count_nonzero(copies.slots[pages] >= 0))
+        copied = int(np.count_nonzero(self._frames.copies.slots[pages] >= 0))
         return {
             "page_size": self.config.page_size,
             "hot_tokens": sequence.length - warm_tokens,

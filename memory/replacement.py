@@ -92,7 +92,7 @@ class Replacement:
         """Make compressed pages exact again, the most important first and a few at a time, while more than a quarter of
         the pool is free: it has to fill up before they go down once more. A budget leaves no such room."""
         copies, tiers = self._frames.copies, self._tiers
-        if copies is None or not copies.exact or tiers.budget is not None or tiers.hot_ratio:
+        if not copies.exact or tiers.budget is not None or tiers.hot_ratio:
             return
         room = (self._frames.free_units() - self.config.num_units // 4) >> self.config.exact_order
         promotable = (copies.slots >= 0) & (self._frames.bits < self.config.exact_bits)
