@@ -119,7 +119,7 @@ def describe(name: str, place: str | Path, closely: bool = False) -> dict[str, A
             from models.llama.model import LlamaWeights
             from models.loader import check_fit
 
-            check_fit(LlamaWeights(config), tensors)
+            check_fit(LlamaWeights(config), tensors, config.quantization is not None)
             tokenizer = load_tokenizer(path, config.vocab_size)
             kind = type(tokenizer).__name__
             row["tokenizer"] = {"kind": kind, "vocab_size": tokenizer.vocab_size, "bos_id": tokenizer.bos_id}

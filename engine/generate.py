@@ -30,7 +30,9 @@ def main(argv: list[str] | None = None) -> int:
         if not last.text and last.finish_reason == "stop":
             print("the model had nothing to add; for questions and answers: python -m engine.chat", file=sys.stderr)
         print(_summary(report), file=sys.stderr)
-    return 1 if last.finish_reason == "error" else 0
+    if last.finish_reason == "error":
+        sys.exit("error: the model's output is not a number: there is no answer; --check-tensors looks at the weights")
+    return 0
 
 
 def _prompt(args: argparse.Namespace) -> str:

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import logging
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -75,7 +74,7 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     tensors = open_checkpoint(path)
     weights = LlamaWeights(llama)
     check_fit(weights, tensors, stored)
-    nbytes = weights.nbytes(dtype.itemsize)
+    nbytes = weights.nbytes(dtype.itemsize) + 4 * max_model_len * llama.head_dim  # the table of rotations
     if llama.tie_word_embeddings and not llama.quantization and (device.type, dtype) == ("cpu", torch.bfloat16):
         nbytes += llama.vocab_size * llama.hidden_size * 2  # the head, in a layout of its own
     cache_config = _cache_config(config, llama, nbytes, device, dtype)
@@ -131,10 +130,9 @@ def second_cache(engine: Engine, config: EngineConfig) -> Engine:
     max_model_len = _max_model_len(config, model.config)
     loaded = f"max_model_len {max_model_len} is more than the {engine.max_model_len} the model was loaded for"
     require_config(max_model_len <= engine.max_model_len, loaded)
-    cache_config = _cache_config(config, model.config, 0, model.device, model.dtype)
-    scorer = _scorer(config, cache_config, model.config)
-    fingerprint = _fingerprint(cache_config, model.config, model.dtype, {})
-    cache = KVCache(cache_config, model.dtype, model.device, model.ops, scorer, fingerprint)
+    sizes = _cache_config(config, model.config, 0, model.device, model.dtype)
+    fingerprint = _fingerprint(sizes, model.config, model.dtype, {})
+    cache = KVCache(sizes, model.dtype, model.device, model.ops, _scorer(config, sizes, model.config), fingerprint)
     return engine._replace(cache=cache, max_model_len=max_model_len)
 
 
@@ -264,14 +262,13 @@ def _stretched(config: EngineConfig, raw: dict[str, Any]) -> LlamaConfig:
     if isinstance(config.rope_scaling, Mapping | None):
         return LlamaConfig.from_dict(raw, config.rope_scaling)
     own = LlamaConfig.from_dict(raw)
-    factor = (config.max_model_len or 1) / own.context_length
-    if factor <= 1:
+    wanted = config.max_model_len or 0
+    if wanted <= own.context_length:
         return own
     scaling = own.rope_scaling or RopeScaling("yarn", own.context_length, {"factor": 1.0})
-    values = {**scaling.values, "factor": scaling.values["factor"] * factor}
+    values = {**scaling.values, "factor": scaling.values["factor"] * wanted / own.context_length}
     log.warning("--rope-scaling auto: %s, factor %.4g", scaling.kind, values["factor"])
-    scaling = scaling._replace(values=values)
-    return replace(own, max_position_embeddings=math.ceil(own.max_position_embeddings * factor), rope_scaling=scaling)
+    return replace(own, max_position_embeddings=wanted, rope_scaling=scaling._replace(values=values))
 
 
 def _max_model_len(config: EngineConfig, model: LlamaConfig) -> int:

@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(result))
         return 0
     for key, value in result.items():
-        if isinstance(value, list):
+        if isinstance(value, list) and value and isinstance(value[0], dict):
             print(f"\n{key}")
             print_table(value)
         else:

@@ -348,6 +348,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.table and (args.model or args.context):
+        parser().error("--table has its own models and contexts: leave out --model and --context")
     if args.table:
         from tools.memory_table import show
 

@@ -62,6 +62,8 @@ def quantize(
     config = LlamaConfig.from_dict(raw)
     if config.quantization is not None:
         raise ConfigError(f"{source}: the weights are {config.quantization} already; quantise what they were made from")
+    if tokens < 128:
+        raise ConfigError(f"--tokens must be 128 or more to fit to, got {tokens}")
     if group is not None and quantization != "int4":
         raise ConfigError(f"--group-size is of int4, and --quantization is {quantization}")
     if texts and quantization != "int4":

@@ -148,6 +148,8 @@ def _check_place(out: Path | None) -> None:
     """Before the minutes that a run may take."""
     if out is not None and out.is_dir():
         raise RequestError(f"--out {out}: this is a directory; give a file's name, as {out / 'report.html'}")
+    if out is not None and out.exists() and not out.is_file():
+        raise RequestError(f"--out {out}: not a regular file")
     if out is not None and not out.absolute().parent.is_dir():
         raise RequestError(f"--out {out}: there is no directory {out.absolute().parent}")
 
@@ -161,7 +163,7 @@ def _prompt(file: Path) -> Any:
         raise RequestError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise RequestError(f"{file}: not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{file}: not JSON: {error}") from None
     if messages is not None:
         return messages if isinstance(messages, list) else text

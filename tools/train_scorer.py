@@ -16,6 +16,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=6, metavar="N", help="sampled evenly (default: %(default)s)")
     parser.add_argument("--horizon", type=int, default=512, metavar="N", help="steps that count (default: %(default)s)")
     parser.add_argument("--keep", type=float, default=0.05, metavar="FRACTION", help="(default: %(default)s)")
+    parser.add_argument(
+        "--pages", action="store_true", help="of the samples those of pages alone, which the engine ranks"
+    )
+    parser.add_argument("--squared", action="store_true", help="weigh the attention that is missed by its square")
+    parser.add_argument(
+        "--decay-share", type=float, metavar="FRACTION",
+        help="that beta has of the weights in the end: what was attended to says little of new pages",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=600, metavar="N", help="at most (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of samples")
     parser.add_argument("--resume", action="store_true", help="go on from OUT.checkpoint")
@@ -78,6 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, kind in Progress(chosen, desc="Recording", unit="text", shown=True):
             samples[kind] += _samples(args, llm, name, args.windows if kind == "train" else 1)
         _write_samples(samples, recorded)
+    if args.pages:
+        samples = {kind: [x for x in group if x.layer is None] for kind, group in samples.items()}
+    if args.squared:
+        samples = {kind: [replace(x, mass=x.mass.square()) for x in group] for kind, group in samples.items()}
     scorer = Scorer()
     _standardise(scorer, samples["train"])
     gradients = check_gradients(scorer, samples["train"], args.keep)
@@ -89,6 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: no gradient flows to {', '.join(dead)}", file=sys.stderr)
         return int(bool(dead))
     report |= train(scorer, samples, args)
+    if args.decay_share is not None:
+        with torch.no_grad():
+            others = (scorer.alpha.abs() + scorer.gamma.abs()) / (1 - args.decay_share)
+            for weight in (scorer.alpha, scorer.gamma):
+                weight.copy_(weight.abs() / others)
+            scorer.beta.fill_(args.decay_share)
     words = list(sys.argv[1:] if argv is None else argv)
     about = {
         "model": shape_of(LlamaConfig.from_dict(read_object(resolve(args.model) / "config.json"))),
@@ -117,6 +136,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"need --horizon in whole 64 tokens and --context in 256, got {args.horizon}, {args.context}")
     if not Path(args.out).absolute().parent.is_dir():
         raise ConfigError(f"--out {args.out}: there is no such directory")
+    if args.decay_share is not None and not 0 <= args.decay_share < 1:
+        raise ConfigError(f"--decay-share must be a number from 0 to less than 1, got {args.decay_share}")
     for name in (*args.text, *args.held_out):
         evaluate_texts.read_text(name)
 
@@ -236,17 +257,19 @@ def check_gradients(scorer: Scorer, samples: list[Sample], fraction: float) -> d
 
 
 def judge(scorer: Scorer, samples: list[Sample], fraction: float) -> tuple[float, float]:
-    """(missed, of that avoidable) of the tokens: the second is what the truth would not have missed."""
+    """(missed, of that avoidable) of the tokens, or of pages where there are no others: the second is what the truth
+    would not have missed."""
     import torch
 
     from tools.evaluate_attention import missed
 
     pairs = []
+    tokens = [x for x in samples if x.layer is not None]
     with torch.no_grad():
-        for x in samples:
-            if x.layer is not None:
-                scores = scorer(x.features.flatten(0, 1), x.ages.repeat(len(x.features))).view_as(x.mass)
-                pairs.append((missed(scores, x.mass, fraction), missed(x.mass, x.mass, fraction)))
+        for x in tokens or samples:
+            kept = fraction if tokens else _PAGES_KEPT
+            scores = scorer(x.features.flatten(0, 1), x.ages.repeat(len(x.features))).view_as(x.mass)
+            pairs.append((missed(scores, x.mass, kept), missed(x.mass, x.mass, kept)))
     found, least = (sum(values) / len(values) for values in zip(*pairs, strict=True))
     return found, found - least
 
