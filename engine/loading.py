@@ -234,7 +234,7 @@ def _capacity(config: EngineConfig, model: LlamaConfig, weights: int, device: to
     if free is not None and weights + capacity > free:
         kind = str(dtype).removeprefix("torch.")
         needs = f"{weights / 1e9:.2f} GB for weights in {kind} and {capacity / 1e9:.2f} GB for the KV cache"
-        way = "use a smaller --kv-cache-memory or --max-model-len, --quantization int4, or a smaller model"
+        way = "use a smaller --kv-cache-memory, --max-model-len or model, --dtype bfloat16, or --quantization int4"
         raise CapacityError(f"{config.model} needs {needs}, {free / 1e9:.2f} GB are free on {device}; {way}")
     return capacity
 
