@@ -10,11 +10,8 @@ OUTDIR is complete or absent afterwards, also when the conversion is interrupted
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
-import signal
-import sys
-import time
 from pathlib import Path
 
 from engine.cli import run
@@ -29,6 +26,7 @@ from tools.convert_writer import (
     Plan,
     TargetTakenError,
     check_target,
+    command,
     new_folder,
     say,
     write_folder,
@@ -114,32 +112,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the path")
     args = parser.parse_args(argv)
-    begin = time.perf_counter()
-    # Both leave as exceptions, so that the work directory goes as well.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        target = convert(
-            args.source,
-            args.outdir,
-            dtype=args.dtype,
-            shard_size=args.shard_size,
-            context_length=args.context_length,
-            progress=True,
-        )
-    except ConvertError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or args.outdir}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    if not args.json:
-        print(target)
-        return 0
-    files = {path.name: path.stat().st_size for path in sorted(target.iterdir())}
-    report = {"path": str(target), "dtype": args.dtype, "bytes": sum(files.values()), "files": files}
-    print(json.dumps(report | {"seconds": round(time.perf_counter() - begin, 3)}))
-    return 0
+    make = functools.partial(
+        convert, args.source, args.outdir, dtype=args.dtype, shard_size=args.shard_size,
+        context_length=args.context_length, progress=True,
+    )  # fmt: skip
+    return command(make, args.outdir, {"dtype": args.dtype}, args.json)
 
 
 if __name__ == "__main__":

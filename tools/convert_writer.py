@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -235,3 +236,26 @@ def say(progress: bool, text: str) -> None:
     """To stderr: stdout is for results alone."""
     if progress:
         print(text, file=sys.stderr, flush=True)
+
+
+def command(make: Callable[[], Path], outdir: str, about: dict[str, Any], as_json: bool) -> int:
+    """Run what makes a folder to its exit code; prints the folder, or as JSON what it holds beside `about`."""
+    begin = time.perf_counter()
+    # Both leave as exceptions, so that the work directory goes as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        target = make()
+    except ConvertError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error.filename or outdir}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    if not as_json:
+        print(target)
+        return 0
+    files = {path.name: path.stat().st_size for path in sorted(target.iterdir())}
+    report = {"path": str(target), **about, "bytes": sum(files.values()), "files": files}
+    print(json.dumps(report | {"seconds": round(time.perf_counter() - begin, 3)}))
+    return 0

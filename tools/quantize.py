@@ -13,12 +13,9 @@ is complete or absent afterwards, also when the command is interrupted. Its path
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import shutil
-import signal
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,8 +29,8 @@ from models.llama.config import DEFAULT_GROUP, GROUPS, METHOD, LlamaConfig, Quan
 from models.resolve import resolve
 from tools.convert_writer import (
     SHARD_BYTES,
-    ConvertError,
     check_target,
+    command,
     file_name,
     finite,
     new_folder,
@@ -183,28 +180,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the path")
     args = parser.parse_args(argv)
-    begin = time.perf_counter()
-    # Both leave as exceptions, so that the work directory goes as well.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        target = quantize(
-            args.model, args.outdir, args.quantization, args.group_size,
-            progress=True, texts=args.text, tokens=args.tokens,
-        )  # fmt: skip
-    except ConvertError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or args.outdir}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    if not args.json:
-        print(target)
-        return 0
-    files = {path.name: path.stat().st_size for path in sorted(target.iterdir())}
-    report = {"path": str(target), "quantization": args.quantization, "bytes": sum(files.values()), "files": files}
-    print(json.dumps(report | {"seconds": round(time.perf_counter() - begin, 3)}))
-    return 0
+    make = functools.partial(
+        quantize, args.model, args.outdir, args.quantization, args.group_size,
+        progress=True, texts=args.text, tokens=args.tokens,
+    )  # fmt: skip
+    return command(make, args.outdir, {"quantization": args.quantization}, args.json)
 
 
 if __name__ == "__main__":
