@@ -13,11 +13,11 @@ import torch
 import kernels
 from engine import LLM
 from engine.config import EngineConfig
-from engine.loading import Engine, second_cache
+from engine.loading import Engine, _quantization, second_cache
 from kernels.ops import QuantizedWeight
 from memory.cache import KVCache
 from models.errors import require_config
-from models.llama.config import DEFAULT_GROUP, LlamaConfig, Quantization
+from models.llama.config import LlamaConfig
 from models.llama.model import Llama, LlamaWeights
 from tools.memory_plan import shape
 
@@ -41,9 +41,7 @@ def random_llm(name: str, *, seed: int = 0, **settings: Any) -> LLM:
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
     backend = ("triton" if device.type == "cuda" else "torch") if config.backend == "auto" else config.backend
-    if config.quantization is not None:
-        bits = int(config.quantization.removeprefix("int"))
-        model = replace(model, quantization=quantization_of(bits, config.quantization_group))
+    model = replace(model, quantization=_quantization(config, None))
     weights = random_weights(model, getattr(torch, config.dtype), device, seed)
     llama = Llama(model, weights, kernels.load(backend), length)
     no_cache = cast(KVCache, None)  # the twin has its own
@@ -71,7 +69,3 @@ def random_weights(model: LlamaConfig, dtype: torch.dtype, device: torch.device,
         else:
             weights[name] = torch.full(on_meta.shape, float(not name.endswith(".bias")), dtype=dtype, device=device)
     return weights
-
-
-def quantization_of(bits: int, group: int | None) -> Quantization:
-    return Quantization(bits, (group or DEFAULT_GROUP) if bits == 4 else 0)
