@@ -35,7 +35,7 @@ log = logging.getLogger("isotherm")
 
 _SAMPLE = 4096  # bytes of each tensor that say which weights they are
 _FLASH_BYTES = 4 << 30  # of a flash cache, where no size is given
-_RECALL = 0.05  # of all tokens, where there are copies and no other fraction is asked for
+_RECALL = 0.05  # of all tokens, at most, where there are copies and no other fraction is asked for
 # Settings of the same name and meaning in EngineConfig and what the cache is made of.
 _OF_CACHE = ("page_size", "eviction_policy", "max_prefix_children", "max_prefix_depth")
 _OF_TIERS = ("attention_window", "evict_threshold", "hot_threshold", "importance", "warm_layer_ratio", "warm_threshold")
@@ -67,8 +67,7 @@ def load(config: EngineConfig, progress: bool) -> Engine:
         torch.set_num_threads(config.threads or max(1, usable_cpus() // 2))
     max_model_len = _max_model_len(config, llama)
     generation = optional_object(path / "generation_config.json")
-    named = Path(config.tokenizer or path)
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(named, llama.vocab_size)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(Path(config.tokenizer or path), llama.vocab_size)
     eos_ids = llama.eos_token_ids + token_ids(generation.get("eos_token_id"), "eos_token_id")
     eos_ids += tokenizer.eos_ids if tokenizer else ()
     tensors = open_checkpoint(path)
@@ -80,8 +79,7 @@ def load(config: EngineConfig, progress: bool) -> Engine:
     cache_config = _cache_config(config, llama, nbytes, device, dtype)
     bar = functools.partial(Progress, desc="Loading", unit="tensor", shown=progress)
     ops = kernels.load(backend)
-    marked = tensors if config.flash_cache_dir else {}  # which are read for it
-    fingerprint = _fingerprint(cache_config, llama, dtype, marked)
+    fingerprint = _fingerprint(cache_config, llama, dtype, tensors if config.flash_cache_dir else {})
     if llama.rope_scaling and llama.rope_scaling.kind == "dynamic":  # its angles depend on the length
         fingerprint += b"%d" % max_model_len
     flash = _flash(config, cache_config, fingerprint)
@@ -188,8 +186,27 @@ def _cold(config: EngineConfig, weights: int, device: torch.device) -> ColdConfi
         return None
     free = free_memory_bytes(torch.device("cpu"))
     size = config.host_cache_size or (1 << 62 if free is None else max(free - weights, 0) // 2)
-    recall = _RECALL if config.recall is None else config.recall
+    recall = config.recall if config.recall is not None else _affordable(device) if device.type == "cuda" else _RECALL
     return ColdConfig(kind, size, recall, config.recall_block, config.cold_policy == "exclusive")
+
+
+def _affordable(device: torch.device) -> float:
+    """The fraction of all tokens whose copies cross the link while the device reads all tokens from its own memory, so
+    that a step need not be slower than with a full cache. Measured, and said."""
+    link, own = _rates(device)
+    recall = min(_RECALL, link / own)
+    log.warning("--recall %.4f: copies come at %.1f GB/s, device memory at %.0f", recall, link / 1e9, own / 1e9)
+    return recall
+
+
+def _rates(device: torch.device) -> tuple[float, float]:
+    """Bytes a second that a GPU reads from pinned memory of the host, and from its own."""
+    from torch.utils.benchmark import Timer  # which waits for the device
+
+    host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    near = host.to(device)
+    far, own = (Timer("near.copy_(x)", globals={"near": near, "x": x}).timeit(10).mean for x in (host, near.clone()))
+    return host.nbytes / far, 2 * host.nbytes / own  # a copy within it reads and writes
 
 
 def _cache_config(
@@ -202,8 +219,7 @@ def _cache_config(
     try:
         cache = CacheConfig(
             itemsize=dtype.itemsize, capacity_bytes=_capacity(config, model, weights, device, dtype), tiers=tiers,
-            cold=cold,
-            **{name: getattr(model, name) for name in ("num_layers", "num_kv_heads", "head_dim")},
+            **{name: getattr(model, name) for name in ("num_layers", "num_kv_heads", "head_dim")}, cold=cold,
             **{name: getattr(config, name) for name in _OF_CACHE}, prefix_caching=config.enable_prefix_caching,
         )  # fmt: skip
     except ValueError as error:

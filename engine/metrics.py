@@ -18,7 +18,8 @@ def peak_rss_bytes() -> int:
 def free_memory_bytes(device: torch.device) -> int | None:
     """Memory that can still be allocated on the device; None where the system does not say."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # it gives them out again
+        return torch.cuda.mem_get_info(device)[0] + unused
     free = (_kib("/proc/meminfo", "MemAvailable"), _cgroup_free())
     return min((value for value in free if value is not None), default=None)
 

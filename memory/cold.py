@@ -34,8 +34,7 @@ class HostCopies:
         count = min(num_pages, config.cold.capacity_bytes // self.page_bytes) if config.cold else 0
         # Whether what comes back is what was copied, bit for bit.
         exact = self.exact = config.cold is not None and config.cold.format == "exact"
-        width = config.head_dim + (0 if exact else 2)
-        shape = (count, config.num_layers, config.num_kv_heads, config.page_size, 2, width)
+        shape = (count, config.num_layers, config.num_kv_heads, config.page_size, 2, config.head_dim + 2 * (not exact))
         self.rows = torch.empty(shape, dtype=dtype if exact else torch.int8, pin_memory=device.type == "cuda")
         self._free = list(range(count - 1, -1, -1))
         self.lossy = np.zeros(num_pages, dtype=bool)  # whether the copy was computed over rounded K and V

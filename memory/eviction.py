@@ -45,19 +45,6 @@ _PRIOR = 256.0  # pages that a class has seen before it sees any
 _FORGET = 1 / 512  # of what was learned, each time a quarter of the pages has been asked for
 
 
-class LeastRecentlyUsed:
-    """Recency alone."""
-
-    def keep(self, node: Node[int]) -> float:
-        """The priority of a leaf."""
-        return node.last_used
-
-    def used(self, *_: object) -> None:
-        """Does nothing: the tree's clock is enough."""
-
-    added = removed = used
-
-
 class Importance:
     """Uses that a page may still bring, for the time that it has to wait for them, times what each is worth.
 
@@ -141,8 +128,3 @@ class Importance:
 def _bits(numbers: np.ndarray, most: int) -> np.ndarray:
     """The bit length of each, of `most` different ones."""
     return np.asarray(np.minimum(np.frexp(numbers)[1], most - 1))
-
-
-def policy(name: str, num_pages: int, page_bytes: int, even: float) -> Importance | LeastRecentlyUsed:
-    """The policy of `--eviction-policy`."""
-    return LeastRecentlyUsed() if name == "lru" else Importance(num_pages, page_bytes, even)

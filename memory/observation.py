@@ -53,8 +53,8 @@ class Observation:
 def _rows(warm: WarmPages, which: Tensor) -> WarmPages:
     """Pages as the sequences `which` see them: there is a row for each sequence in every tensor."""
     values = ((field.name, getattr(warm, field.name)) for field in fields(warm))
-    rows: dict[str, Any] = {name: x[which] if isinstance(x, Tensor) else x for name, x in values}
-    return WarmPages(**rows)
+    rows: dict[str, Any] = {name: x[which] for name, x in values if isinstance(x, Tensor)}
+    return replace(warm, **rows)
 
 
 def _without_last(pieces: tuple[tuple[int, int], ...], count: int) -> tuple[tuple[int, int], ...]:

@@ -19,11 +19,12 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 
 from memory.config import CacheConfig
-from memory.eviction import policy
+from memory.eviction import Importance
 from memory.frames import Frames
 from memory.importance import AttentionRecord
 from memory.radix import Match, RadixTree
@@ -53,9 +54,10 @@ class PrefixCache:
 
     def __init__(self, config: CacheConfig, frames: Frames, fingerprint: bytes) -> None:
         self._page_size = size = config.page_size
-        self._policy = policy(config.eviction_policy, len(frames.bits), size * array("i").itemsize, _EVEN)
+        self._uses = Importance(len(frames.bits), size * array("i").itemsize, _EVEN)
+        keep = attrgetter("last_used") if config.eviction_policy == "lru" else self._uses.keep
         self.tree: RadixTree[int] = RadixTree(size, max_children=config.max_prefix_children,
-                                              max_depth=config.max_prefix_depth, keep=self._policy.keep)  # fmt: skip
+                                              max_depth=config.max_prefix_depth, keep=keep)  # fmt: skip
         self._frames = frames
         self._kept = np.zeros(len(frames.bits), dtype=np.int32)  # whether the tree is one of the page's owners
         self._fingerprint = fingerprint
@@ -77,7 +79,7 @@ class PrefixCache:
         """Begin an empty sequence with the full pages of a match."""
         assert not sequence.pages, "only an empty sequence can begin with a prefix"
         sequence.held = self.tree.lock(match)
-        self._policy.used(match.values)
+        self._uses.used(match.values)
         self._frames.share(match.values)
         sequence.pages.extend(match.values)
         sequence.length = len(match.values) * self._page_size
@@ -91,7 +93,7 @@ class PrefixCache:
         self._release(self.tree.insert(key, pages, namespace, score=score, better=self._better))
         self.unlock([sequence])
         match = self.tree.match(key, namespace)
-        self._policy.added(key, namespace, match.values if match.tail is None else [*match.values, match.tail])
+        self._uses.added(key, namespace, match.values if match.tail is None else [*match.values, match.tail])
         sequence.held = self.tree.lock(match)
 
     def unlock(self, sequences: Sequence[CachedSequence]) -> bool:
@@ -116,7 +118,7 @@ class PrefixCache:
         for page in pages:
             self._kept[page] -= 1
             if not self._kept[page]:
-                self._policy.removed(page)
+                self._uses.removed(page)
             self._frames.free(page)
 
     def _better(self, page: int, other: int) -> bool:

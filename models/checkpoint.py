@@ -59,13 +59,11 @@ def open_checkpoint(directory: Path) -> dict[str, TensorInfo]:
 def _hint(directory: Path) -> str:
     """What to do with the files that are there instead."""
     for name in sorted(file.name for pattern in ("*.bin", "*.pth", "*.pt") for file in directory.glob(pattern)):
-        way = "in an environment with Transformers, from_pretrained(...).save_pretrained(NEW)"
-        if name.startswith("consolidated."):
-            way = f"python -m tools.convert {directory} OUTDIR"
+        meta, way = name.startswith("consolidated."), "with Transformers, from_pretrained(...).save_pretrained(NEW)"
+        way = f"python -m tools.convert {directory} OUTDIR" if meta else way
         return f"; {name} is a pickle, which is never loaded: use the safetensors files of it, or convert it: {way}"
-    for file in sorted(directory.glob("*.gguf")):
-        return f"; convert the GGUF file: python -m tools.convert {file} OUTDIR"
-    return ""
+    found = sorted(directory.glob("*.gguf"))
+    return f"; convert the GGUF file: python -m tools.convert {found[0]} OUTDIR" if found else ""
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:

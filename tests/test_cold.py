@@ -14,7 +14,8 @@ from oracle.checkpoint import make_checkpoint
 from test_tiers import Tokens, append, assert_holds, make_cache
 from test_tiers_engine import PAGE, assert_empty, greedily, live, load, prompt, run
 
-from engine import ConfigError
+from engine import ConfigError, loading
+from engine.config import EngineConfig
 from engine.doctor import advice
 from memory import cold
 from memory.config import ColdConfig
@@ -137,6 +138,28 @@ def test_without_copies_nothing_is_read(directory):
     assert report["total_bytes"] == report["resident_bytes"]
     exact = load(directory, kv_budget=1.0, **BELOW).generate([prompt(250, 1)], greedily(10))[0].cache_report
     assert exact["cold_bytes"] == exact["read_bytes_per_token"] == 0  # nothing is compressed
+
+
+@pytest.mark.parametrize(("link", "own", "wanted"), [(25e9, 1.5e12, 1 / 60), (400e9, 4e12, 0.05), (5e9, 200e9, 0.025)])
+def test_a_gpu_recalls_what_its_link_brings_while_it_would_read_everything(monkeypatch, caplog, link, own, wanted):
+    """As seconds: a fraction of the tokens over the link, all of them from the device's own memory."""
+    monkeypatch.setattr(loading, "_rates", lambda device: (link, own))
+    config = EngineConfig(model="any", kv_budget=0.25)
+    recall = loading._cold(config, 0, torch.device("cuda")).recall
+    assert recall == pytest.approx(wanted)
+    assert recall / link <= 1 / own * (1 + 1e-9)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"--recall {wanted:.4f}" in said
+    assert f"{link / 1e9:.1f} GB/s" in said
+
+
+@pytest.mark.parametrize("asked", [0.0, 0.2])
+def test_a_fraction_that_is_asked_for_is_taken_unmeasured(monkeypatch, asked):
+    monkeypatch.setattr(loading, "_rates", lambda device: pytest.fail("measured"))
+    assert loading._cold(EngineConfig(model="any", recall=asked), 0, torch.device("cuda")).recall == asked
+    # A CPU reads copies as fast as all else.
+    beside_a_cpu = EngineConfig(model="any", host_cache_size=1 << 20)
+    assert loading._cold(beside_a_cpu, 0, torch.device("cpu")).recall == 0.05
 
 
 def test_recall_0_keeps_copies_that_nobody_reads(directory):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memory.eviction import Importance, policy
+from memory.eviction import Importance
 from memory.radix import RadixTree
 from tools.bench_eviction import WORKLOADS, belady, read, replay
 
@@ -140,14 +140,6 @@ def test_never_behind_lru_by_more_than_a_hundredth_of_the_blocks(name):
 def test_replays_are_repeatable():
     requests = WORKLOADS["agents"](random.Random(2), 200)[:400]
     assert len({replay(requests, 200, "importance") for _ in range(2)}) == 1
-
-
-def test_lru_is_recency_alone():
-    keep = policy("lru", 4, 4, 1.0)
-    keep.used([1])
-    keep.removed(1)
-    keep.added(b"abcd", b"", [1])
-    assert keep.keep(SimpleNamespace(last_used=7)) == 7
 
 
 @pytest.mark.skipif(not TRACE.exists(), reason="the Mooncake trace is not at hand")

@@ -23,10 +23,11 @@ from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from memory.eviction import policy
+from memory.eviction import Importance
 from memory.radix import RadixTree
 from models.errors import ConfigError
 
@@ -69,22 +70,22 @@ def read(path: str) -> Requests:
 
 def replay(requests: Requests, blocks: int, name: str) -> int:
     """Hits of a radix tree with one item a page, under the policy of that name."""
-    keep = policy(name, blocks, 4, float("inf"))
-    tree: RadixTree[int] = RadixTree(1, keep=keep.keep)
+    uses = Importance(blocks, 4, float("inf"))
+    tree: RadixTree[int] = RadixTree(1, keep=attrgetter("last_used") if name == "lru" else uses.keep)
     free, hits = list(range(blocks)), 0
     for ids in requests:
         key = array("i", ids).tobytes()
         match = tree.match(key)
         held = tree.lock(match)
-        keep.used(match.values)
+        uses.used(match.values)
         hits += match.length
         gone = tree.evict(max(0, len(ids) - match.length - len(free)))
         for page in gone:
-            keep.removed(page)
+            uses.removed(page)
         free += gone
         pages = match.values + [free.pop() for _ in range(min(len(free), len(ids) - match.length))]
         tree.insert(key[: 4 * len(pages)], pages)
-        keep.added(key, b"", pages)
+        uses.added(key, b"", pages)
         tree.unlock(held)
     return hits
 
