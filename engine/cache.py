@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.action == "clear":
             gone = clear(directory)
             rows = [row for row in rows if row["name"] in gone]
-    except StoreRefused as error:
+    except (StoreRefused, OSError) as error:
         raise ConfigError(str(error)) from None
     if args.json:
         print(json.dumps({"rows": rows}))

@@ -119,8 +119,8 @@ def _open(name: str | Path, directory: int | None, stack: ExitStack, flags: int 
 
 def _sizes(directory: int) -> dict[str, int]:
     """Bytes of the files that are named as ours."""
-    names = sorted(name for name in os.listdir(directory) if re.fullmatch(r"[0-9a-f]{16}\.kv", name))
-    return {name: os.stat(name, dir_fd=directory, follow_symlinks=False).st_size for name in names}
+    found = [entry for entry in os.scandir(directory) if re.fullmatch(r"[0-9a-f]{16}\.kv", entry.name)]
+    return {one.name: one.stat(follow_symlinks=False).st_size for one in found if one.is_file(follow_symlinks=False)}
 
 
 def _try(call: Callable[..., None], *args: Any, **options: Any) -> None:
@@ -294,7 +294,7 @@ def inspect(directory: Path, verify: bool = False) -> list[dict[str, Any]]:
     rows = []
     with ExitStack() as stack:
         parent = _enter(directory, stack, lock=verify)
-        for name, size in _sizes(parent).items():
+        for name, size in sorted(_sizes(parent).items()):
             fd = _open(name, parent, stack)
             header = os.pread(fd, _BLOCK, 0).ljust(_BLOCK, b"\0")
             _, version, start, slot_bytes, _ = _HEADER.unpack_from(header)

@@ -131,10 +131,21 @@ def test_what_cannot_be_listed(tmp_path):
     with pytest.raises(ConfigError, match="chmod 700"):
         main(["ls", "--flash-cache-dir", str(tmp_path / "open")])
     (tmp_path / "link").symlink_to(tmp_path / "open")
-    for name, error in (("none", FileNotFoundError), ("link", NotADirectoryError)):
-        with pytest.raises(error, match=name):
+    for name, error in (("none", "No such file"), ("link", "Not a directory")):
+        with pytest.raises(ConfigError, match=f"{error}.*{name}"):
             main(["ls", "--flash-cache-dir", str(tmp_path / name)])
         assert not (tmp_path / "none").exists()
+
+
+def test_what_is_named_as_ours_and_is_no_file_is_left_alone(two, capsys):
+    path, file = two
+    (path / f"{1:016x}.kv").mkdir()
+    (path / f"{2:016x}.kv").symlink_to(file)
+    os.mkfifo(path / f"{3:016x}.kv")
+    for action in ("ls", "verify", "clear"):
+        code, rows = report(capsys, action, path)
+        assert code == 0 and len(rows) == 2 and file.name in rows
+    assert sorted(left.name for left in path.iterdir()) == [f"{i:016x}.kv" for i in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("args", [[], ["ls"], ["drop", "--flash-cache-dir", "d"]])

@@ -456,7 +456,7 @@ def test_a_directory_that_goes_while_it_is_used(tmp_path, swap):
 # Faults of the disk.
 
 
-KINDS = ("open", "pread", "pwrite", "fsync", "ftruncate", "fstat", "stat", "unlink", "listdir")
+KINDS = ("open", "pread", "pwrite", "fsync", "ftruncate", "fstat", "unlink", "scandir")
 FAULTS = dict.fromkeys(KINDS, ("EIO",)) | {
     "pread": ("EIO", "short", "zeros"),
     "pwrite": ("EIO", "ENOSPC", "short", "lost", "torn"),
