@@ -88,14 +88,14 @@ def kernel_rows(device: str, timer: Timer, roof: tuple[float, float] | None = No
         roof = roof or peaks()
     entries = profile_kernels.manifest() if real else [(name, op, TINY) for name, op in profile_kernels.OPS.items()]
     for name, op, model in entries:
-        tokens = op.tokens if real else min(op.traffic_tokens, _TINY_TOKENS)
+        tokens = op.tokens if real else min(op.traffic_tokens or _TINY_TOKENS, _TINY_TOKENS)
         function, args, options, grid = profile_kernels.record_launch(op, model, device, tokens)
         copies = min(max(2, -(-3 * l2_bytes // _nbytes(args))), _MOST_COPIES) if real else 1
         calls = [functools.partial(function[grid], *_fresh(args), **options) for _ in range(copies)]
         seconds = timer.seconds(calls)
-        cost = op.cost(model, tokens) if op.cost else None
-        speed = cost.bytes / seconds if cost and seconds else None
-        least = max(cost.bytes / roof[0], cost.flops / roof[1]) if cost and roof else None
+        cost = op.cost(model, tokens)
+        speed = (cost.bytes + cost.link) / seconds if seconds else None
+        least = max(cost.bytes / roof[0], cost.flops / roof[1]) if roof else None
         yield {
             "kernel": f"{name}[{model.name}]",
             "measured_us": None if seconds is None else round(1e6 * seconds, 1),

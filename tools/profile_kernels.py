@@ -10,11 +10,14 @@ recorded instead of run. With --baseline, exit code 1 where anything is worse (t
     load_bits               the width that moves most bytes from global memory (attention: in the inner loop)
     instructions_per_token  a static count of warp instructions. Attention: of the inner loop over whole pages (where
                             bits are named: over compressed ones), per cached token and KV head; for prefill per 128
-                            rows too, a row being one query of one head. The others: of the whole kernel, per token
-    predicted_us            a roofline model, not a measurement: the largest of bytes / bandwidth, instructions / issue
-                            slots, flops / peak. It ranks variants; latency, occupancy and launch cost are not in it
+                            rows too, a row being one query of one head. Linear maps: of the loop over inputs, per
+                            1,024 weights and 128 rows. The others: of the whole kernel, per token
+    predicted_us            a roofline model, not a measurement: the largest of bytes / bandwidth, bytes from the host /
+                            its link, instructions / issue slots, flops / peak. It ranks variants; latency, occupancy
+                            and launch cost are not in it
     traffic_ratio, l2_ratio bytes that the programs ask for, and bytes of distinct 32-byte sectors, over the bytes that
-                            must move at least. Counted in Triton's interpreter, on a shorter problem
+                            must move at least. Counted in Triton's interpreter, on a smaller problem; of an operation
+                            of several kernels in one row, for all of them
     measured_us, achieved_gb_s, of_peak
                             where there is a GPU, in the rows of its target: the median time, the least bytes over it,
                             and the time that bandwidth and tensor cores need at least over it
@@ -49,6 +52,7 @@ GPUS = {  # target -> name: (bytes/s, multiprocessors, clock in Hz, 16-bit tenso
     "sm_89": {"RTX 4090": (1008e9, 128, 2.52e9, 165e12)},
     "sm_90": {"H100": (3350e9, 132, 1.755e9, 989e12), "H200": (4800e9, 132, 1.755e9, 989e12)},
 }
+LINKS = {"A100": 25e9, "Orin": 204.8e9, "RTX 4090": 25e9, "H100": 50e9, "H200": 50e9}  # bytes/s from the host
 ISSUE_PER_CYCLE = 4  # warp instructions that a multiprocessor starts in a cycle
 MULTIPROCESSORS = 108  # that the wrappers are told of: they decide the number of splits
 PAGE = SHORT = 64  # tokens of a page; rows (queries * group) of a short chunk
@@ -60,6 +64,7 @@ class Cost(NamedTuple):
     bytes: float
     flops: float
     units: float
+    link: float = 0.0  # bytes that come from the host's memory
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,47 @@ class Model:
     def compress(self, n: int, bits: int) -> Cost:
         """Of n tokens of K or V, or back; their records are left out."""
         return Cost(n * self.kv_heads * self.head_dim * (2 + bits / 8), 0, n)
+
+    def merge(self, n: int) -> Cost:
+        """Of the slices of decode: float32 in, 16 bits out. Its loop is short, and not counted."""
+        from kernels.attention import count_slices
+
+        (slices,) = count_slices(self.kv_heads, [n], PAGE, MULTIPROCESSORS)
+        return Cost(self.heads * (slices * 4 * (self.head_dim + 1) + 2 * self.head_dim), 0, 0)
+
+    def recall_score(self, n: int, bits: int, queries: int) -> Cost:
+        """Of n compressed tokens, for blocks of 16 queries: K once a block, a float32 a token and block."""
+        blocks, rows = self._blocks(queries)
+        floor = n * (self.head_dim * bits / 8 + 1 + self.head_dim / PAGE)
+        q = 2 * self.head_dim * self.heads * queries
+        flops = 2 * self.head_dim * blocks * rows * self.kv_heads * n
+        return Cost(blocks * self.kv_heads * (floor + 4 * n) + q, flops, blocks * self.kv_heads * n * rows / 128)
+
+    def recall_swap(self, n: int, bits: int, queries: int) -> Cost:
+        """Of a twentieth of n tokens, by a block: their codes, exact K and V from the host, q, and out twice; best and
+        chosen are 12 bytes. The loop that is counted takes away; the other one adds."""
+        blocks, rows = self._blocks(queries)
+        tokens = blocks * self.kv_heads * (n // 20)
+        codes = 2 * self.head_dim * bits / 8 + 3 + self.head_dim / PAGE
+        bytes_ = tokens * (codes + 12) + 8 * self.head_dim * self.heads * queries
+        return Cost(bytes_, 8 * self.head_dim * rows * tokens, tokens * rows / 128, tokens * 4 * self.head_dim)
+
+    def recall(self, n: int, bits: int, queries: int) -> Cost:
+        parts = self.recall_score(n, bits, queries), self.recall_swap(n, bits, queries)
+        return Cost(*map(sum, zip(*parts, strict=True)))
+
+    def _blocks(self, queries: int) -> tuple[int, int]:
+        """Blocks of queries, and the rows of each as tensor cores take them."""
+        rows = min(16, queries) * self.heads // self.kv_heads
+        return -(-queries // 16), max(16, 1 << (rows - 1).bit_length())
+
+    def linear(self, rows: int, bits: int) -> Cost:
+        """By the weight of gate and up; tiles of 16 rows, from 33 rows on of 64."""
+        outputs, inputs = 2 * self.intermediate, self.hidden
+        scales = outputs * (2 if bits == 8 else 4 * inputs / 128)
+        moved = outputs * inputs * bits / 8 + scales + 2 * rows * (inputs + outputs)
+        tile = 64 if rows > 32 else 16
+        return Cost(moved, 2 * rows * outputs * inputs, outputs * inputs / 1024 * -(-rows // tile) * tile / 128)
 
     def _attention(self, n: int, queries: int, seen: float) -> Cost:
         """Of `queries` of a sequence, each seeing `seen` of its n tokens."""
@@ -175,8 +221,8 @@ class Problem:
 
         outputs, inputs = 2 * self.model.intermediate, self.model.hidden
         codes = self.zeros(outputs, inputs * bits // 8, dtype="int8" if bits == 8 else "uint8")
-        scales = self.zeros(outputs, 1 if bits == 8 else inputs // 128, dtype="bfloat16")
-        weight = QuantizedWeight(codes, scales, None if bits == 8 else scales, inputs if bits == 8 else 128)
+        scales, zeros = self.zeros(2, outputs, 1 if bits == 8 else inputs // 128, dtype="bfloat16")
+        weight = QuantizedWeight(codes, scales, None if bits == 8 else zeros, inputs if bits == 8 else 128)
         self.ops.linear(self.zeros(rows, inputs), weight)
 
     def compress(self, n: int, bits: int, is_key: bool) -> None:
@@ -235,12 +281,14 @@ class Problem:
 class Op:
     function: str  # the Triton kernel, of those that the operation launches
     run: Callable[[Problem, int], None]
-    cost: Callable[[Model, int], Cost] | None  # None: not predicted
+    cost: Callable[[Model, int], Cost]
     tokens: int = 2048
-    traffic_tokens: int = 8  # for the interpreter
+    traffic_tokens: int = 8  # for the interpreter; 0: what another row of the operation counts
     loop: int | None = None  # count only this one of the loops that use tensor cores
     loop_tokens: int = PAGE
     models: tuple[int, ...] = (0, 1, 2)  # of MODELS
+    whole: Callable[[Model, int], Cost] | None = None  # of all kernels of the operation, where the others count
+    traffic_width: int | None = None  # hidden and inner, for the interpreter; None: the model's
 
 
 LATER = (1, 2)  # the first model would repeat the second one
@@ -267,7 +315,7 @@ OPS = {
         "_decode_kernel", lambda p, n: p.decode(n, bits=8), lambda m, n: m.decode(n, bits=8), 16384, 2048, 1,
         models=LLAMA_3,
     ),
-    "decode_merge": Op("_merge_kernel", Problem.decode, None, 16384, 2048, models=LATER),
+    "decode_merge": Op("_merge_kernel", Problem.decode, Model.merge, 16384, 0, models=LATER),
     "prefill_attention": Op("_prefill_kernel", Problem.prefill, Model.prefill, 4096, 192, 0),
     "prefill_attention,short": Op(
         "_prefill_kernel", lambda p, n: p.prefill(n, True), lambda m, n: m.prefill(n, True), 16384, 1024, 0,
@@ -278,16 +326,20 @@ OPS = {
         models=LLAMA_3,
     ),
     "recall score,4 bits": Op(
-        "_score_kernel", lambda p, n: p.recall(n, 4, 1), None, 16384, 1024, 0, 16, models=LATER,
+        "_score_kernel", lambda p, n: p.recall(n, 4, 1), lambda m, n: m.recall_score(n, 4, 1), 16384, 0, 0, 16,
+        models=LATER,
     ),
     "recall score,4 bits,chunk": Op(
-        "_score_kernel", lambda p, n: p.recall(n, 4, 256), None, 16384, 1024, 0, 16, models=LATER,
+        "_score_kernel", lambda p, n: p.recall(n, 4, 256), lambda m, n: m.recall_score(n, 4, 256), 16384, 0, 0, 16,
+        models=LATER,
     ),
     "recall swap,4 bits": Op(
-        "_swap_kernel", lambda p, n: p.recall(n, 4, 1), None, 16384, 1024, 0, 16, models=LATER,
+        "_swap_kernel", lambda p, n: p.recall(n, 4, 1), lambda m, n: m.recall_swap(n, 4, 1), 16384, 1024, 0, 16,
+        models=LATER, whole=lambda m, n: m.recall(n, 4, 1),
     ),
     "recall swap,4 bits,chunk": Op(
-        "_swap_kernel", lambda p, n: p.recall(n, 4, 256), None, 16384, 1024, 0, 16, models=LATER,
+        "_swap_kernel", lambda p, n: p.recall(n, 4, 256), lambda m, n: m.recall_swap(n, 4, 256), 16384, 0, 0, 16,
+        models=LATER,
     ),
     "importance": Op(
         "_importance_kernel", Problem.importance, lambda m, n: Cost(40 * n, 0, n), traffic_tokens=2048, models=LLAMA_3
@@ -304,10 +356,22 @@ OPS = {
         "_decompress_kernel", lambda p, n: p.decompress(n, 4, True), lambda m, n: m.compress(n, 4), 2048, 128,
         models=LLAMA_3,
     ),
-    "linear,int8": Op("_linear_kernel", lambda p, n: p.linear(n, 8), None, 1, models=LLAMA_2),
-    "linear,int4": Op("_linear_kernel", lambda p, n: p.linear(n, 4), None, 1, models=LLAMA_2),
-    "linear,int8,chunk": Op("_linear_kernel", lambda p, n: p.linear(n, 8), None, 256, models=LLAMA_2),
-    "linear,int4,chunk": Op("_linear_kernel", lambda p, n: p.linear(n, 4), None, 256, models=LLAMA_2),
+    "linear,int8": Op(
+        "_linear_kernel", lambda p, n: p.linear(n, 8), lambda m, n: m.linear(n, 8), 1, 1, 0, 8,
+        models=LLAMA_2, traffic_width=1024,
+    ),
+    "linear,int4": Op(
+        "_linear_kernel", lambda p, n: p.linear(n, 4), lambda m, n: m.linear(n, 4), 1, 1, 0, 8,
+        models=LLAMA_2, traffic_width=1024,
+    ),
+    "linear,int8,chunk": Op(
+        "_linear_kernel", lambda p, n: p.linear(n, 8), lambda m, n: m.linear(n, 8), 256, 64, 0, 16,
+        models=LLAMA_2, traffic_width=1024,
+    ),
+    "linear,int4,chunk": Op(
+        "_linear_kernel", lambda p, n: p.linear(n, 4), lambda m, n: m.linear(n, 4), 256, 64, 0, 16,
+        models=LLAMA_2, traffic_width=1024,
+    ),
 }  # fmt: skip
 MODELS = [
     Model("llama-2-7b", 32, 32, 128, 4096, 11008, "float16"),
@@ -350,7 +414,7 @@ def profile(name: str, op: Op, model: Model, target: str) -> dict[str, Any]:
     per_token = None
     if counted is not None and op.loop is not None:
         per_token = counted * kernel.metadata.num_warps / op.loop_tokens * 128 / options.get("BLOCK_M", 128)
-    elif counted is not None and op.cost is not None:
+    elif counted is not None and op.cost(model, op.tokens).units:
         per_token = counted * kernel.metadata.num_warps * math.prod(grid) / op.tokens
     return {
         "kernel": f"{name}[{model.name}]",
@@ -367,14 +431,13 @@ def profile_job(job: tuple[int, str]) -> dict[str, Any]:
 
 
 def predict(op: Op, model: Model, target: str, per_token: float | None) -> dict[str, float]:
-    if op.cost is None or per_token is None:
-        return {}
     cost = op.cost(model, op.tokens)
-    issue_cycles = per_token * cost.units / ISSUE_PER_CYCLE
+    issue_cycles = (per_token or 0.0) * cost.units / ISSUE_PER_CYCLE
     return {
-        gpu: round(1e6 * max(cost.bytes / bandwidth, issue_cycles / (sms * clock), cost.flops / peak), 2)
+        gpu: round(1e6 * max(cost.bytes / bandwidth, cost.link / LINKS[gpu], issue_cycles / (sms * clock),
+                             cost.flops / peak), 2)
         for gpu, (bandwidth, sms, clock, peak) in GPUS.get(target, {}).items()
-    }
+    }  # fmt: skip
 
 
 def count_traffic() -> dict[str, dict[str, float]]:
@@ -406,9 +469,12 @@ def count_traffic() -> dict[str, dict[str, float]]:
         mock.patch.object(attention, "_num_multiprocessors", lambda _: 4),
     ):
         for name, op, model in manifest():
-            if op.cost is not None:
-                op.run(Problem(model, "cpu"), op.traffic_tokens)
-                least = op.cost(model, op.traffic_tokens).bytes
+            if op.traffic_tokens:
+                width = op.traffic_width
+                small = replace(model, hidden=width, intermediate=width) if width else model
+                op.run(Problem(small, "cpu"), op.traffic_tokens)
+                cost = (op.whole or op.cost)(small, op.traffic_tokens)
+                least = cost.bytes + cost.link
                 unique = 32 * sum(len(np.unique(np.concatenate(touched))) for touched in sectors.values())
                 ratios[f"{name}[{model.name}]"] = {
                     "traffic_ratio": round(sum(asked) / least, 3),
@@ -469,7 +535,7 @@ def compile_all(targets: list[str]) -> list[dict[str, Any]]:
     if counting.returncode:
         raise ConfigError("counting the traffic failed: its message is above")
     traffic = json.loads(counted)
-    not_counted = {"traffic_ratio": None, "l2_ratio": None}  # the merge alone: decode_attention has both its kernels
+    not_counted = {"traffic_ratio": None, "l2_ratio": None}
     return [row | traffic.get(row["kernel"], not_counted) for row in compiled]
 
 

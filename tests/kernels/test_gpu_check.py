@@ -70,9 +70,8 @@ def test_times_become_speeds_and_shares_of_the_peak(monkeypatch):
     least = profile_kernels.OPS["rms_norm"].cost(gpu_speed.TINY, tokens).bytes
     assert rows["rms_norm[tiny]"]["of_peak"] == round(least / 1e9 / 1e-3, 3)
     assert rows["decode_attention[tiny]"]["achieved_gb_s"] is not None
-    assert rows["decode_merge[tiny]"] == {
-        "kernel": "decode_merge[tiny]", "measured_us": 1000.0, "achieved_gb_s": None, "of_peak": None,
-    }  # fmt: skip
+    merge = profile_kernels.OPS["decode_merge"].cost(gpu_speed.TINY, 256)
+    assert rows["decode_merge[tiny]"]["of_peak"] == round(merge.bytes / 1e9 / 1e-3, 3) > 0
     assert gpu_speed.copy_speed(FakeTimer(2.0), "cpu") == 1024
 
 
