@@ -32,6 +32,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     backend: str = "auto"
+    cuda_graphs: str = "auto"
     max_model_len: int | None = None
     rope_scaling: Mapping[str, Any] | str | None = None
     kv_cache_memory: int | None = None

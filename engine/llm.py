@@ -16,7 +16,8 @@ import torch
 
 from engine.config import EngineConfig, RequestOutput, SamplingParams
 from engine.errors import RequestError, require_request
-from engine.loading import Engine, load, second_cache
+from engine.graphs import Graphs, cuda_recorder
+from engine.loading import Engine, load, second_cache, uses_graphs
 from engine.metrics import peak_rss_bytes
 from engine.progress import Progress
 from engine.runner import Runner
@@ -58,7 +59,9 @@ class LLM:
         self.generation_config = engine.generation_config
         self._model = engine.model
         self._cache = engine.cache
-        self._runner = Runner(engine.model, engine.cache)
+        device = engine.model.device
+        graphs = Graphs(cuda_recorder(device)) if uses_graphs(self.config, device) else None
+        self._runner = Runner(engine.model, engine.cache, graphs)
         self._scheduler = Scheduler(engine.cache, self.config.max_num_batched_tokens, self.config.max_num_seqs)
         self._ids = itertools.count()
         self._requests: dict[int, Request] = {}

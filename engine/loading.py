@@ -14,6 +14,7 @@ from torch import Tensor
 
 import kernels
 from engine.config import EngineConfig, usable_cpus
+from engine.graphs import GRAPH_BYTES
 from engine.metrics import free_memory_bytes
 from engine.progress import Progress
 from engine.tokenizer import Tokenizer, load_tokenizer
@@ -216,10 +217,11 @@ def _cache_config(
     tiers = _tiers(config, model, _max_model_len(config, model))
     cold = _cold(config, weights, device) if tiers else None
     tiers = replace(tiers, recalled=True) if tiers and cold and cold.recall else tiers
+    capacity = _capacity(config, model, weights, device, dtype)
     try:
         cache = CacheConfig(
-            itemsize=dtype.itemsize, capacity_bytes=_capacity(config, model, weights, device, dtype), tiers=tiers,
-            **{name: getattr(model, name) for name in ("num_layers", "num_kv_heads", "head_dim")}, cold=cold,
+            itemsize=dtype.itemsize, capacity_bytes=capacity, tiers=tiers, cold=cold,
+            **{name: getattr(model, name) for name in ("num_layers", "num_kv_heads", "head_dim")},
             **{name: getattr(config, name) for name in _OF_CACHE}, prefix_caching=config.enable_prefix_caching,
         )  # fmt: skip
     except ValueError as error:
@@ -238,6 +240,8 @@ def _capacity(config: EngineConfig, model: LlamaConfig, weights: int, device: to
     token_bytes = model.kv_bytes_per_token(dtype.itemsize)
     context = -(-max_model_len // config.page_size) * config.page_size * token_bytes
     free = free_memory_bytes(device)
+    if uses_graphs(config, device) and free is not None:
+        free = max(free - GRAPH_BYTES, 0)
     capacity = config.kv_cache_memory
     if capacity is None:
         if config.kv_budget is not None:  # and the chunk in flight, which is extra
@@ -253,6 +257,14 @@ def _capacity(config: EngineConfig, model: LlamaConfig, weights: int, device: to
         way = "use a smaller --kv-cache-memory, --max-model-len or model, --dtype bfloat16, or --quantization int4"
         raise CapacityError(f"{config.model} needs {needs}, {free / 1e9:.2f} GB are free on {device}; {way}")
     return capacity
+
+
+def uses_graphs(config: EngineConfig, device: torch.device) -> bool:
+    """Whether decoding steps are recorded. Raises ConfigError."""
+    able = device.type == "cuda" and config.backend != "torch"
+    got = f"device is {device} and backend {config.backend}"
+    require_config(able or config.cuda_graphs != "on", f"cuda_graphs on needs a GPU and backend triton; {got}")
+    return able and config.cuda_graphs != "off"
 
 
 def _placement(config: EngineConfig, model: LlamaConfig) -> tuple[torch.device, torch.dtype, str]:

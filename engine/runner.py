@@ -6,7 +6,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from engine.graphs import Graphs, Outputs
 from engine.scheduler import Request, Schedule
+from kernels.ops import AttentionPlan
 from memory.cache import KVCache
 from memory.observation import Observation
 from models.llama.model import Llama
@@ -19,8 +21,9 @@ _OBSERVE_EVERY = 16  # tokens that are generated: once, decode attention is comp
 class Runner:
     """Model and cache together; everything on the device happens here."""
 
-    def __init__(self, model: Llama, cache: KVCache) -> None:
+    def __init__(self, model: Llama, cache: KVCache, graphs: Graphs | None = None) -> None:
         self.model = model
+        self.graphs = graphs  # of steps that only decode
         self.cache = cache
         self.ops = model.ops
         self.scale = model.config.head_dim**-0.5
@@ -48,11 +51,24 @@ class Runner:
     def _hidden(self, schedule: Schedule) -> Tensor:
         """Hidden states of the scheduled tokens, [sum of counts, hidden_size]."""
         requests, counts, decodes = schedule
+        sequences = [request.sequence for request in requests]
         spans = [(request, request.sequence.length, count) for request, count in zip(requests, counts, strict=True)]
         ids = [token for request, start, count in spans for token in request.tokens[start : start + count]]
-        positions = [torch.arange(start, start + count) for _, start, count in spans]
-        plan = self.cache.plan([request.sequence for request in requests], counts, decodes)
-        observation = Observation(plan, counts) if self._observes(requests, counts) else None
+        positions = [position for _, start, count in spans for position in range(start, start + count)]
+        plan = self.cache.plan(sequences, counts, decodes)
+        observed = self._observes(requests, counts)
+        step = (torch.tensor([ids, positions]).to(self.model.device), plan, tuple(counts), observed)
+        decode = self.graphs and decodes == len(counts)
+        hidden, *shares = self.graphs(self._compute, *step) if decode else self._compute(*step)
+        if observed:
+            self.cache.observe(sequences, counts, plan, shares[0].cpu().numpy())
+        return hidden
+
+    def _compute(self, tokens: Tensor, plan: AttentionPlan, counts: tuple[int, ...], observed: bool) -> Outputs:
+        """Hidden states and, of steps that are observed, `Observation.shares`; tokens [2, T] int64: ids and positions.
+        Nothing in it waits for the device, or reads from the plan what `Graphs` takes for the same in many steps."""
+        observation = Observation(plan, counts) if observed else None
+        decodes = plan.num_decodes
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
             cache = self.cache.layers[layer]
@@ -64,16 +80,13 @@ class Runner:
             parts = []
             if decodes:
                 parts.append(self.ops.decode_attention(q[:decodes], cache, plan, self.scale, lse=of[0]))
-            if decodes < len(requests):
+            if decodes < len(counts):
                 parts.append(self.ops.prefill_attention(q[decodes:], cache, plan, self.scale, lse=of[1]))
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
             return out if lse is None else self.ops.recall(q, out, lse, cache, plan, self.scale)
 
-        device = self.model.device
-        hidden = self.model.forward(torch.tensor(ids).to(device), torch.cat(positions).to(device), attention)
-        if observation is not None:
-            self.cache.observe([request.sequence for request in requests], plan, observation.shares())
-        return hidden
+        hidden = self.model.forward(*tokens, attention)
+        return (hidden,) if observation is None else (hidden, observation.shares())
 
     def _observes(self, requests: list[Request], counts: list[int]) -> bool:
         """Whether attention is measured in this step: where pages may have to go, of chunks and some of the decodes."""
@@ -93,6 +106,5 @@ class Runner:
         pieces = hidden[: len(following)].split(_SCORE_ROWS), following.split(_SCORE_ROWS)
         for rows, targets in zip(*pieces, strict=True):
             logits = self.model.exact_logits(rows)
-            chosen = logits.gather(1, targets[:, None])[:, 0]
-            parts.append((chosen - logits.logsumexp(-1)).cpu())
+            parts.append((logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)).cpu())
         return torch.cat(parts)

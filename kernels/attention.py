@@ -245,7 +245,8 @@ def decode_attention(q: Tensor, cache: LayerCache, plan: AttentionPlan, scale: f
     if num_seqs == 0:
         return out
     num_kv_heads, formats = num_heads // group, [warm for warm in plan.warm if warm.codes.shape[1]]
-    tokens = [plan.max_exact_len] + [warm.codes.shape[1] * page_size for warm in formats]
+    # Of the widths of the tables, so that launches depend on shapes alone.
+    tokens = [table.shape[1] * page_size for table in (plan.page_table, *(warm.codes for warm in formats))]
     exact_slices, *warm_slices = count_slices(num_seqs * num_kv_heads, tokens, page_size, _num_multiprocessors(q))
     num_slices = exact_slices + sum(warm_slices)
     partial, shape = num_slices > 1, (num_seqs, num_heads, num_slices)

@@ -129,6 +129,11 @@ class Recall(NamedTuple):
     counts: tuple[int, ...]  # of each sequence: tokens that a block reads, for each KV head its own; 0 without copies
     blocks: Tensor  # [N, 4] int32: sequence, first query of the step, queries, tokens; of sequences that read any
 
+    @property
+    def most(self) -> int:
+        """Tokens that one block reads at most, rounded up to a power of two."""
+        return 1 << (max(self.counts) - 1).bit_length()
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
@@ -137,6 +142,9 @@ class AttentionPlan:
     The step's tokens are flattened without padding. Sequences [0, num_decodes) have exactly one query token each and
     come first; the others are prefill chunks of any length >= 1. A sequence's queries are the newest of its exact
     tokens: query i of a chunk of n sees the exact tokens [0, exact_len - n + i] and all compressed ones.
+
+    In a plan of decodes alone the tables are as wide as a power of two, and decoding takes from it shapes and what is
+    in tensors only, but for `warm[i].bits` and `recall.most`: so launches are the same in many steps (engine/graphs.py).
 
     Where each token's attention is wanted, the columns of a sequence are its exact pages in the order of `page_table`
     (page_table.shape[1] of them for every sequence), then the pages of warm[0], warm[1] and so on, likewise padded;
@@ -149,10 +157,16 @@ class AttentionPlan:
     slots: Tensor  # [T] int64: where this step's tokens are stored
     num_decodes: int
     max_query_len: int  # over the prefill chunks; 0 if there is none
-    max_exact_len: int
     pieces: tuple[tuple[tuple[int, int], ...], ...]  # per sequence: (first slot, number of tokens), in token order
     warm: tuple[WarmPages, ...] = ()
     recall: Recall | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All that it has; which, the formats decide, and whether there are copies and something is recalled."""
+        found = [self.query_start, self.exact_lens, self.page_table, self.slots]
+        for warm in self.warm:
+            found += [x for x in (warm.codes, warm.high, warm.records, warm.counts, warm.copies) if x is not None]
+        return found if self.recall is None else [*found, self.recall.blocks]
 
     def num_columns(self, page_size: int) -> int:
         """Columns of the logits that `decode_attention` gives."""

@@ -170,7 +170,7 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
         rotated, lse, mass, blocks, slots, cache.units_k, tables, pages, tiles, scale * LOG2_E,
         cache.units_k.stride(0), **options, num_warps=4)
     mass = mass[:, 0] if tiles == 1 else mass.sum(1)
-    best, chosen = mass.topk(min(max(plan.recall.counts), mass.shape[2]))
+    best, chosen = mass.topk(min(plan.recall.most, mass.shape[2]))
     _swap_kernel[(len(blocks), num_kv_heads, tiles)](
         q, result, best, chosen, copies, rotated, lse, blocks, slots, cache.units_k, cache.units_v, signs, tables,
         pages, best.shape[2], scale * LOG2_E, cache.units_k.stride(0), copies.stride(0),

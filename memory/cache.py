@@ -305,28 +305,27 @@ class KVCache:
             exact_lens.append(length - compressed)
         present = sorted({bits for pages in tables for bits in self._frames.bits[pages].tolist()} - {exact_bits})
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        decoding = num_decodes == len(sequences)
         return AttentionPlan(
             query_start=self._frames.tensor(starts),
             exact_lens=self._frames.tensor(np.array(exact_lens, dtype=np.int32)),
-            page_table=self._frames.tensor(padded(frames)),
+            page_table=self._frames.tensor(padded(frames, decoding)),
             slots=self._frames.tensor(np.concatenate(slots)),
             num_decodes=num_decodes,
             max_query_len=max(counts[num_decodes:], default=0),
-            max_exact_len=max(exact_lens),
             pieces=tuple(pieces),
-            warm=tuple(self._frames.warm_pages(tables, bits) for bits in present),
+            warm=tuple(self._frames.warm_pages(tables, bits, decoding) for bits in present),
             recall=self.reads.plan(sequences, counts, exact_lens, map(self._frames.num_copied, tables), self.device),
         )
 
-    def observe(self, sequences: Sequence[CachedSequence], plan: AttentionPlan, shares: list[np.ndarray]) -> None:
-        """Keep what the step's attention was: shares (`Observation.shares`) of the plan's page columns. Before the
-        step's tokens are committed."""
+    def observe(self, sequences: Sequence[CachedSequence], counts: Sequence[int], plan: AttentionPlan,
+                shares: np.ndarray) -> None:  # fmt: skip
+        """Keep what the attention of the step of this plan was: shares (`Observation.shares`) of its page columns.
+        Before its tokens are committed."""
         formats = [self.config.exact_bits, *(warm.bits for warm in plan.warm)]
         first = np.cumsum([0, plan.page_table.shape[1], *(warm.codes.shape[1] for warm in plan.warm)])
-        lengths = (plan.exact_lens.cpu().numpy() + self.config.page_size * sum(
-            (warm.counts.cpu().numpy() for warm in plan.warm), np.zeros(len(sequences), dtype=np.int32)
-        ))  # fmt: skip
-        for sequence, share, length in zip(sequences, shares, lengths.tolist(), strict=True):
+        for sequence, count, share in zip(sequences, counts, shares, strict=True):
+            length = sequence.length + count
             bits = self._frames.bits[np.array(sequence.pages)[: self.config.pages_for(length)]]
             lifts = np.empty(len(bits), dtype=np.float32)
             for column, kind in zip(first, formats, strict=False):

@@ -305,17 +305,22 @@ class Frames:
         """Numbers of the frames of exact pages."""
         return self._start.take(pages) >> self.config.exact_order
 
-    def warm_pages(self, tables: list[np.ndarray], bits: int) -> WarmPages:
-        """Those of the sequences' pages that have `bits`; tables: the pages of each sequence."""
+    def warm_pages(self, tables: list[np.ndarray], bits: int, rounded: bool = False) -> WarmPages:
+        """Those of the sequences' pages that have `bits`; tables: the pages of each sequence; rounded: see
+        `padded`."""
         pages = [table[self.bits[table] == bits] for table in tables]
+
+        def rows(values: np.ndarray, shift: int = 0) -> Tensor:
+            return self.tensor(padded([values[mine] >> shift for mine in pages], rounded))
+
         return WarmPages(
             bits=bits,
             record_bytes=self.config.record_bytes,
-            codes=self.tensor(padded([self._start[mine] >> _order(bits) for mine in pages])),
-            high=self.tensor(padded([self._high[mine] for mine in pages])) if bits == 3 else None,
-            records=self.tensor(padded([self._record[mine] for mine in pages])),
+            codes=rows(self._start, _order(bits)),
+            high=rows(self._high) if bits == 3 else None,
+            records=rows(self._record),
             counts=self.tensor(np.array([len(mine) for mine in pages], dtype=np.int32)),
-            copies=self.tensor(padded([self.copies.slots[mine] for mine in pages])) if self.config.cold else None,
+            copies=rows(self.copies.slots) if self.config.cold else None,
         )
 
     def tensor(self, values: np.ndarray) -> Tensor:
@@ -328,9 +333,10 @@ def _order(bits: int) -> int:
     return bits.bit_length() - 1
 
 
-def padded(rows: list[np.ndarray]) -> np.ndarray:
-    """[rows, longest] int32, zero past the end of each."""
-    table = np.zeros((len(rows), max(1, *map(len, rows))), dtype=np.int32)
+def padded(rows: list[np.ndarray], rounded: bool = False) -> np.ndarray:
+    """[rows, longest] int32, zero past the end of each. rounded: as wide as a power of two."""
+    width = max(1, *map(len, rows))
+    table = np.zeros((len(rows), 1 << (width - 1).bit_length() if rounded else width), dtype=np.int32)
     for i, row in enumerate(rows):
         table[i, : len(row)] = row
     return table

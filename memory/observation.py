@@ -1,10 +1,10 @@
 """How much of the attention of a step each page got: some of the step's queries asked again, with their logits kept."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import reduce
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,10 +16,15 @@ SAMPLES = 2  # queries of a chunk that are asked, spread over it
 class Observation:
     """The queries of one step that are observed: each is a decode over what it sees of its sequence."""
 
-    def __init__(self, plan: AttentionPlan, counts: list[int]) -> None:
+    def __init__(self, plan: AttentionPlan, counts: Sequence[int]) -> None:
         """counts: query tokens of each sequence of the plan."""
+        self._masses: list[Tensor] = []  # of each layer
         behind = [sorted({count * i // SAMPLES for i in range(SAMPLES)}) for count in counts]  # tokens after the query
         self._num_samples = [len(samples) for samples in behind]
+        self._queries: Any = slice(None)
+        self._plan = plan
+        if plan.num_decodes == len(counts):
+            return  # all are asked
         asked = [(row, after) for row, samples in enumerate(behind) for after in samples]
         which, back = torch.tensor(asked, dtype=torch.int32, device=plan.exact_lens.device).T
 
@@ -32,7 +37,6 @@ class Observation:
             pieces=tuple(_without_last(plan.pieces[row], after) for row, after in asked),
             warm=tuple(_rows(warm, which) for warm in plan.warm),
         )
-        self._masses: list[Tensor] = []  # of each layer
 
     def observe(self, q: Tensor, cache: LayerCache, ops: Ops, scale: float) -> None:
         """Add one layer's attention; q [T, Hq, D] are all queries of the step, rotated, their K in the cache."""
@@ -43,11 +47,11 @@ class Observation:
         ops.decode_attention(q[self._queries], cache, self._plan, scale, logits, lse)
         self._masses.append((logits - lse[..., None]).exp2_().unflatten(2, (-1, page_size)).sum((1, 3)) / shape[1])
 
-    def shares(self) -> list[np.ndarray]:
+    def shares(self) -> Tensor:
         """For each sequence, the share of the attention that each page column of the plan got, mean over its queries,
-        layers and heads: [page columns] float32."""
-        mass = (reduce(torch.add, self._masses) / len(self._masses)).cpu()
-        return [part.mean(0).numpy() for part in mass.split(self._num_samples)]
+        layers and heads: [B, page columns] float32."""
+        mass = reduce(torch.add, self._masses) / len(self._masses)
+        return torch.stack([part.mean(0) for part in mass.split(self._num_samples)])
 
 
 def _rows(warm: WarmPages, which: Tensor) -> WarmPages:

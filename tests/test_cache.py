@@ -158,7 +158,6 @@ class CacheMachine(RuleBasedStateMachine):
         for row, (sequence, new) in enumerate(work):
             self.tokens[sequence] += new
             assert_holds(self.cache, plan, row, self.tokens[sequence])
-        assert plan.max_exact_len == int(plan.exact_lens.max())
 
     @rule(sequence=consumes(sequences))
     def free(self, sequence):

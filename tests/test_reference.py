@@ -201,7 +201,6 @@ class Batch:
             slots=torch.from_numpy(np.concatenate([s[len(s) - n :] for s, n in zip(slots, queries, strict=True)])),
             num_decodes=decodes,
             max_query_len=max(queries[decodes:], default=0),
-            max_exact_len=max(lengths),
             pieces=tuple(map(runs, slots)),
         )
         self.queries, self.scale = queries, 1.3 * dim**-0.5

@@ -267,8 +267,8 @@ class SharingMachine(RuleBasedStateMachine):
             self.check_plan(plan, row, held, count)
         if observe and self.tiers and self.random.random() < 0.5:
             columns = plan.num_columns(self.size) // self.size
-            shares = [self.random.dirichlet(np.full(columns, 0.3)).astype(np.float32) for _ in work]
-            self.cache.observe([held.sequence for held, _ in work], plan, shares)
+            shares = self.random.dirichlet(np.full(columns, 0.3), len(work)).astype(np.float32)
+            self.cache.observe([held.sequence for held, _ in work], counts, plan, shares)
         for held, count in work:
             self.cache.commit(held.sequence, count)
 

@@ -243,7 +243,7 @@ class TierMachine(RuleBasedStateMachine):
         plan = write(self.cache, [held], [count])
         assert_holds(self.cache, plan, 0, held)
         if self.random.random() < 0.7:
-            self.observe([held], plan)
+            self.observe([held], [count], plan)
         self.cache.commit(sequence, count)
         if settle:
             self.cache.settle(self.all)
@@ -259,17 +259,17 @@ class TierMachine(RuleBasedStateMachine):
         plan = write(self.cache, self.held, [1] * len(self.held))
         for row, held in enumerate(self.held):
             assert_holds(self.cache, plan, row, held, planes=((1, 0, 1),))
-        self.observe(self.held, plan)
+        self.observe(self.held, [1] * len(self.held), plan)
         for sequence in self.all:
             self.cache.commit(sequence, 1)
         self.cache.settle(self.all)
 
-    def observe(self, held, plan):
+    def observe(self, held, counts, plan):
         columns = plan.num_columns(self.cache.config.page_size) // self.cache.config.page_size
-        shares = [self.random.dirichlet(np.full(columns, 0.3)).astype(np.float32) for _ in held]
+        shares = self.random.dirichlet(np.full(columns, 0.3), len(held)).astype(np.float32)
         if self.random.random() < 0.1:
             shares[0][:] = np.nan
-        self.cache.observe([h.sequence for h in held], plan, shares)
+        self.cache.observe([h.sequence for h in held], counts, plan, shares)
 
     @rule()
     def settle(self):

@@ -109,7 +109,6 @@ def make_batch(
         slots=torch.tensor(slots, dtype=torch.int64, device=device),
         num_decodes=num_decodes,
         max_query_len=max(query_lens[num_decodes:], default=0),
-        max_exact_len=max(exact_lens),
         pieces=tuple(pieces),
         warm=tuple(formats),
     )
