@@ -55,8 +55,8 @@ class Graphs:
 
     def __call__(self, compute: Callable[..., Outputs], tokens: Tensor, plan: AttentionPlan, *others: Any) -> Outputs:
         """compute(tokens, plan, *others) of a step in which every sequence has one token; valid until the next call."""
-        inputs = [tokens, *plan.tensors()]
-        key = (*others, plan.recall and plan.recall.most, *(warm.bits for warm in plan.warm), *(x.shape for x in inputs))
+        inputs, recall = [tokens, *plan.tensors()], plan.recall
+        key = (*others, recall and recall.most, *(warm.bits for warm in plan.warm), *(x.shape for x in inputs))
         if key not in self._graphs and not self._add(key, inputs, lambda: compute(tokens, plan, *others)):
             return compute(tokens, plan, *others)
         kept, replay, outputs = self._graphs[key] = self._graphs.pop(key)

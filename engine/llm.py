@@ -209,7 +209,7 @@ class LLM:
             "num_requests_waiting": len(self._scheduler.waiting),
             "num_requests_failed": self._num_failed,  # that ended with finish_reason "error"
             **{name: getattr(self._scheduler, name) for name in _COUNTED}, "max_model_len": self.max_model_len,
-            "prefix_tree_depth": 0 if self._cache.prefixes is None else self._cache.prefixes.tree.depth,
+            "prefix_tree_depth": self._cache.prefixes.tree.depth,
             "weights_bytes": self._model.nbytes, "peak_rss_bytes": peak_rss_bytes(),
         } | self._cache.stats()  # fmt: skip
 

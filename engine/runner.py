@@ -58,8 +58,10 @@ class Runner:
         plan = self.cache.plan(sequences, counts, decodes)
         observed = self._observes(requests, counts)
         step = (torch.tensor([ids, positions]).to(self.model.device), plan, tuple(counts), observed)
-        decode = self.graphs and decodes == len(counts)
-        hidden, *shares = self.graphs(self._compute, *step) if decode else self._compute(*step)
+        if self.graphs is not None and decodes == len(counts):
+            hidden, *shares = self.graphs(self._compute, *step)
+        else:
+            hidden, *shares = self._compute(*step)
         if observed:
             self.cache.observe(sequences, counts, plan, shares[0].cpu().numpy())
         return hidden
@@ -85,7 +87,7 @@ class Runner:
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
             return out if lse is None else self.ops.recall(q, out, lse, cache, plan, self.scale)
 
-        hidden = self.model.forward(*tokens, attention)
+        hidden = self.model.forward(tokens[0], tokens[1], attention)
         return (hidden,) if observation is None else (hidden, observation.shares())
 
     def _observes(self, requests: list[Request], counts: list[int]) -> bool:

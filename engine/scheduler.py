@@ -174,7 +174,7 @@ class Scheduler:
 
     def _follows(self, request: Request, older: list[Request]) -> bool:
         """Whether the next page of a request that has not begun is being computed for one of the older requests."""
-        if request.sequence.length or not request.shares or self.cache.prefixes is None:
+        if request.sequence.length or not (request.shares and self.cache.config.prefix_caching):
             return False
         size = self.cache.config.page_size
         found, _ = self.cache.cached_tokens(*request.wanted)

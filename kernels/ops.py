@@ -144,7 +144,7 @@ class AttentionPlan:
     tokens: query i of a chunk of n sees the exact tokens [0, exact_len - n + i] and all compressed ones.
 
     In a plan of decodes alone the tables are as wide as a power of two, and decoding takes from it shapes and what is
-    in tensors only, but for `warm[i].bits` and `recall.most`: so launches are the same in many steps (engine/graphs.py).
+    in tensors only, but for `warm[i].bits` and `recall.most`: launches are the same in many steps (engine/graphs.py).
 
     Where each token's attention is wanted, the columns of a sequence are its exact pages in the order of `page_table`
     (page_table.shape[1] of them for every sequence), then the pages of warm[0], warm[1] and so on, likewise padded;

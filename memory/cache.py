@@ -55,7 +55,7 @@ class KVCache:
         self._frames = Frames(config, dtype, device, ops)
         weights = Scorer().packed() if scorer is None else scorer
         self._replacement = Replacement(config, self._frames, ops, weights.detach().to(device))
-        self.prefixes = PrefixCache(config, self._frames, fingerprint) if config.prefix_caching else None
+        self.prefixes = PrefixCache(config, self._frames, fingerprint)  # empty without prefix caching
         self.flash = flash if config.prefix_caching else None
         self.seconds_per_token = 0.0  # that computing takes; 0 as long as nobody knows
         self.layers = self._frames.layers
@@ -80,10 +80,10 @@ class KVCache:
     def stats(self) -> dict[str, Any]:
         """What the cache holds and did; the keys stay the same from version to version."""
         copied = self._frames.owners[self._frames.copies.slots >= 0]
-        idle = self.prefixes.idle_pages() if self.prefixes else np.zeros(0, dtype=int)
+        idle = int(self._frames.costs(self.prefixes.idle_pages()).sum())
         return {
             "kv_resident_bytes": self.resident_bytes,
-            "kv_prefix_bytes": int(self._frames.costs(idle).sum()) * self._planes,  # of these, no running request's
+            "kv_prefix_bytes": idle * self._planes,  # of these, no running request's
             "kv_shared_bytes": self._frames.shared_bytes,  # of these, in shared host memory
             "kv_capacity_bytes": self.capacity_bytes,
             "kv_cold_bytes": len(copied) * self.config.copy_bytes,  # of what is compressed, beside the resident ones
@@ -148,8 +148,7 @@ class KVCache:
 
     def free(self, sequence: CachedSequence) -> None:
         """Give back everything the sequence has, reserved pages included; what others own too stays theirs."""
-        if self.prefixes is not None:
-            self.prefixes.unlock([sequence])
+        self.prefixes.unlock([sequence])
         for page in sequence.pages:
             self._frames.free(page)
         del sequence.pages[:]
@@ -161,16 +160,12 @@ class KVCache:
     def cached_tokens(self, tokens: list[int], salt: str = "", exact: bool = False) -> tuple[int, int]:
         """How many of the tokens, from the first on, `adopt` would find; and how many of their full pages running
         sequences own too, so that they take no place. Changes nothing."""
-        if self.prefixes is None:
-            return 0, 0
         match = self.prefixes.match(tokens, salt, exact)
         return match.length, int(np.count_nonzero(self._frames.owners[match.values] > 1))
 
     def adopt(self, sequence: CachedSequence, tokens: list[int], salt: str = "", exact: bool = False) -> None:
         """Begin an empty sequence with as many of the tokens as are cached. What a page is found in part of is copied,
         if there is place."""
-        if self.prefixes is None:
-            return
         match = self.prefixes.match(tokens, salt, exact)
         if self.flash is not None:
             stored = self.flash.match(self.prefixes.namespace(salt), array("i", tokens).tobytes())
@@ -197,7 +192,7 @@ class KVCache:
 
     def keep(self, sequence: CachedSequence, tokens: list[int], salt: str = "") -> None:
         """Let later sequences that begin with the same tokens find this one's; tokens: at least its `length`."""
-        if self.prefixes is None or not sequence.length:
+        if not (self.config.prefix_caching and sequence.length):
             return
         measured = self.config.tiers is not None and sequence.length >= self.config.page_size
         score = float(self._replacement.scores(sequence).mean()) if measured else 0.0
@@ -206,7 +201,7 @@ class KVCache:
     def store(self, sequence: CachedSequence, tokens: list[int], salt: str = "") -> None:
         """Have flash keep the sequence's full pages, as far as what was written to them is still known."""
         full = sequence.length // self.config.page_size
-        if self.flash is None or self.prefixes is None or full == sequence.stored:
+        if self.flash is None or full == sequence.stored:
             return
         key, namespace = array("i", tokens[: full * self.config.page_size]).tobytes(), self.prefixes.namespace(salt)
         sequence.stored = full
@@ -224,7 +219,7 @@ class KVCache:
         """Read the pages that follow the sequence's from flash, as far as it has them, unless computing them is faster.
         What has to go down for it are pages of the others and, if they are settled, of this one."""
         size = self.config.page_size
-        if self.flash is None or self.prefixes is None or sequence.length % size:
+        if self.flash is None or sequence.length % size:
             return
         found = self.flash.match(self.prefixes.namespace(salt), array("i", tokens).tobytes())[sequence.length // size :]
         known = self.flash.stats()
@@ -248,9 +243,8 @@ class KVCache:
 
     def forget(self, sequences: Sequence[CachedSequence] = ()) -> None:
         """Let go of every prefix that no sequence holds, but these."""
-        if self.prefixes is not None:
-            self.prefixes.unlock(sequences)
-            self.prefixes.evict(self.config.num_units)  # as many as there can be
+        self.prefixes.unlock(sequences)
+        self.prefixes.evict(self.config.num_units)  # as many as there can be
 
     # What the budget moves.
 
@@ -268,8 +262,7 @@ class KVCache:
 
     def idle_units(self) -> int:
         """Units that are free, or will be when prefixes go that no running sequence holds."""
-        idle = 0 if self.prefixes is None else int(self._frames.bits[self.prefixes.idle_pages()].sum())
-        return self._frames.free_units() + idle
+        return self._frames.free_units() + int(self._frames.bits[self.prefixes.idle_pages()].sum())
 
     def make_room(self, num_pages: int, sequences: Sequence[CachedSequence],
                   growing: Sequence[CachedSequence] = ()) -> None:  # fmt: skip
@@ -277,9 +270,7 @@ class KVCache:
         hold, once the halved last pages of the growing ones are whole. Raises OutOfPages."""
         wanted = num_pages << self.config.exact_order
         while (short := wanted - self._frames.free_units(len(growing))) > 0:
-            if self.prefixes is not None and (
-                self.prefixes.evict(-(-short >> self.config.exact_order)) or self.prefixes.unlock(sequences)
-            ):
+            if self.prefixes.evict(-(-short >> self.config.exact_order)) or self.prefixes.unlock(sequences):
                 continue
             capacity = (self.config.num_units - wanted) * self.config.unit_bytes
             if not self._replacement.shrink(sequences, short * self.config.unit_bytes, capacity):

@@ -1,4 +1,4 @@
-"""Which pages go down a tier: a pure function from scores and sizes to moves (no torch).
+"""Which pages go down a tier: a pure function from scores and sizes to formats (no torch).
 
     exact ──> 8 bits ──> 4 bits ──> 3 bits ──> 2 bits           a move goes down one step or several, never up:
                                                                  what was rounded away is gone
@@ -27,13 +27,6 @@ from memory.config import WARM_BITS, TierConfig
 _LADDER = ((8, False), (4, False), (8, True), (3, False), (4, True), (2, False), (3, True), (2, True))
 
 
-class Move(NamedTuple):
-    """Page `page` of those that were given becomes one of `bits`."""
-
-    page: int
-    bits: int
-
-
 class Pages(NamedTuple):
     """The pages that may move, by any number of sequences; arrays of one length."""
 
@@ -45,9 +38,9 @@ class Pages(NamedTuple):
     shares: np.ndarray  # float: of its bytes, that count: 1, or less where others who have the page pay for it too
 
 
-def plan(pages: Pages, costs: dict[int, int], excess: int, exact_excess: int, tiers: TierConfig) -> list[Move]:
-    """Moves that free at least `excess` bytes, or all that can be freed; and that take at least `exact_excess` pages
-    out of the exact ones. costs: bytes of a page of each format."""
+def plan(pages: Pages, costs: dict[int, int], excess: int, exact_excess: int, tiers: TierConfig) -> np.ndarray:
+    """The bits that pages are to have, for moves that free at least `excess` bytes, or all that can be freed; and that
+    take at least `exact_excess` pages out of the exact ones. costs: bytes of a page of each format."""
     bits, scores = pages.bits.copy(), np.nan_to_num(pages.scores, nan=0.0)
     if tiers.hot_ratio:  # fixed shares of the pages: the best stay exact, the lowest have 2 bits, the others 4
         lowest = np.lexsort((-pages.ages, scores))
@@ -76,4 +69,4 @@ def plan(pages: Pages, costs: dict[int, int], excess: int, exact_excess: int, ti
             excess -= int(saved[needed - 1])
             bits[above[:needed]] = step
             bits[ahead] = step
-    return [Move(int(i), int(bits[i])) for i in np.flatnonzero(bits != pages.bits)]
+    return bits

@@ -149,12 +149,12 @@ class Replacement:
         exact; says whether any could move."""
         pages = policy.Pages(*(column[rows] for column in survey.pages))
         exact_excess = int((pages.bits == self.config.exact_bits).sum()) - exact
-        moves = policy.plan(pages, self._costs, excess, exact_excess, self._tiers)
-        moved = rows[[move.page for move in moves]]
-        survey.pages.bits[moved] = [move.bits for move in moves]
-        for bits in {move.bits for move in moves}:
+        wanted = policy.plan(pages, self._costs, excess, exact_excess, self._tiers)
+        moved = rows[wanted != pages.bits]
+        survey.pages.bits[rows] = wanted
+        for bits in np.unique(survey.pages.bits[moved]).tolist():
             self._frames.compress(survey.ids[moved[survey.pages.bits[moved] == bits]], bits)
         for sequence, mine in zip(survey.sequences, survey.rows, strict=True):
             sequence.moves += int(np.isin(mine, moved).sum())
-        self.num_moves += len(moves)
-        return bool(moves)
+        self.num_moves += len(moved)
+        return len(moved) > 0

@@ -1,7 +1,7 @@
-"""Steps of decoding by graphs: on a CPU with a stand-in for what records them (tests/recorder.py), on torch's operators.
+"""Steps of decoding by graphs, on torch's operators, with a stand-in for what records them (tests/recorder.py).
 
-Those read what a step's plan says outside of tensors too; here it is worked out of the tensors, as the kernels have it
-(tests/kernels/test_graphs_triton.py runs these).
+These operators read what a step's plan says outside of its tensors, too: here that is worked out of the tensors anew, as
+the Triton kernels have it (tests/kernels/test_graphs_triton.py).
 """
 
 import contextlib
@@ -15,9 +15,8 @@ import torch
 from oracle.checkpoint import make_checkpoint
 from recorder import PAGE, Recorder, Spy
 
-from engine import LLM, CapacityError, ConfigError, SamplingParams
+from engine import LLM, CapacityError, ConfigError, SamplingParams, loading
 from engine import graphs as engine_graphs
-from engine import loading
 from engine.config import EngineConfig
 from engine.graphs import EAGER_STEPS, Graphs, cuda_recorder
 from kernels import reference
@@ -240,5 +239,5 @@ def test_memory_is_left_for_graphs(directory, monkeypatch):
     size = {"kv_cache_memory": 16 << 20, "device": "cpu", "dtype": "float32"}
     LLM(directory, **size)
     monkeypatch.setattr(loading, "uses_graphs", lambda config, device: True)
-    with pytest.raises(CapacityError, match="0.01 GB are free"):
+    with pytest.raises(CapacityError, match=r"0\.01 GB are free"):
         LLM(directory, **size)

@@ -129,7 +129,6 @@ def measure(
     requested = sum(map(len, sequences))
     shared = sum(output.num_cached_tokens for output in outputs)
     stats, cache = llm.stats(), llm._cache
-    assert cache.prefixes is not None
     token_bytes = stats["kv_bytes_per_token"]
     page_tokens = int(np.count_nonzero(cache.prefixes._kept)) * cache.config.page_size
     stored_bytes = stats["kv_resident_bytes"]

@@ -3,11 +3,11 @@ runs itself, tiny, in Triton's interpreter and with torch, so that it is known t
 out, and those of the model say nothing.
 
     correct  each kernel against float64 on scattered pages with NaN in everything that no sequence owns; then greedy
-             ids of a random Llama: the Triton path equals the torch path, in float32
+             ids of a random Llama: the Triton path equals the torch path, in float32, and on a GPU with CUDA graphs too
     speed    each kernel at the real shapes of tools.profile_kernels, fresh random data in rotating buffers larger than
              the second-level cache, medians of CUDA events, beside the roofline
     engine   Llama-2-7B with random weights: prompts and decoding, by weights and by what is kept of the cache, beside
-             Transformers if it can be imported
+             Transformers if it can be imported; some of it with CUDA graphs, which take a GPU
 
 Exit code 1 if anything differs. What the time does not suffice for is left out, and said so.
 """
@@ -176,12 +176,18 @@ def check_engine(device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(CONFIG))
         save_file(weights, Path(directory, "model.safetensors"))
-        for backend in ("torch", "triton"):
-            llm = LLM(directory, device=device, dtype="float32", backend=backend, skip_tokenizer_init=True)
+        ways = {"torch": ("torch", "off"), "triton": ("triton", "off")}
+        if device == "cuda":
+            ways["CUDA graphs"] = ("triton", "on")
+        for name, (backend, graphs) in ways.items():
+            llm = LLM(
+                directory, device=device, dtype="float32", backend=backend, cuda_graphs=graphs, skip_tokenizer_init=True
+            )
             begin = time.perf_counter()
-            answers[backend] = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-            seconds[backend] = round(time.perf_counter() - begin, 2)
-    return {"tokens": tokens * len(prompts), "equal": answers["torch"] == answers["triton"], "seconds": seconds}
+            answers[name] = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            seconds[name] = round(time.perf_counter() - begin, 2)
+    equal = all(answer == answers["torch"] for answer in answers.values())
+    return {"tokens": tokens * len(prompts), "equal": equal, "seconds": seconds}
 
 
 def check(

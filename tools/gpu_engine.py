@@ -34,14 +34,20 @@ class Case:
 
 _THIRD = {"kv_budget": 0.33, "cold_format": "none"}
 _QUARTER = {"kv_budget": 0.25, "recall": 0.05, "cold_format": "exact"}
+_GRAPHS = {"cuda_graphs": "on"}  # off where nothing is said of them
 CASES = (
     Case("exact", "exact"),
     Case("exact", "0.33", _THIRD),
     Case("exact", "0.25, recall 0.05", _QUARTER),
+    Case("exact", "exact, CUDA graphs", _GRAPHS),
+    Case("exact", "0.33, CUDA graphs", {**_THIRD, **_GRAPHS}),
+    Case("exact", "0.25, recall 0.05, CUDA graphs", {**_QUARTER, **_GRAPHS}),
     Case("int8", "exact"),
     Case("int8", "0.33", _THIRD),
     Case("int4", "exact"),
     Case("int4", "0.33", _THIRD),
+    Case("int4", "exact, CUDA graphs", _GRAPHS),
+    Case("int4", "0.33, CUDA graphs", {**_THIRD, **_GRAPHS}),
 )
 
 
@@ -124,7 +130,7 @@ def _settings(scale: Scale, case: Case, quantized: bool = True) -> dict[str, Any
     length = max(*scale.prefills, *scale.decodes) + scale.tokens + 1
     settings: dict[str, Any] = {"max_model_len": length, "max_num_seqs": 1, "enable_prefix_caching": False}
     settings |= dict.fromkeys(("kv_budget", "recall"))  # those of the case before
-    settings |= {"cold_format": "none", **case.settings}
+    settings |= {"cold_format": "none", "cuda_graphs": "off", **case.settings}
     if settings["cold_format"] != "none":
         # Pinned memory is taken as a whole: as much as a text of this length fills.
         config = EngineConfig(model=scale.model, dtype=scale.dtype, **settings)

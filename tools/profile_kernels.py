@@ -274,7 +274,7 @@ class Problem:
         )  # fmt: skip
         warm = (WarmPages(bits, self.record_bytes, codes, None, records, counts),) if bits else ()
         slots, query_len = self.zeros(queries, dtype="int64"), 0 if decode else queries
-        return AttentionPlan(query_start, exact_lens, table, slots, int(decode), query_len, exact, (), warm)
+        return AttentionPlan(query_start, exact_lens, table, slots, int(decode), query_len, (), warm)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,9 @@ def test_the_command_agrees(tmp_path):
     assert not [row for row in report["speed"] if row["measured_us"] is not None]
     speeds = {(row["weights"], row["kv"]): row["tok_s"] for row in report["engine"] if row["what"] == "decode"}
     assert {("exact", "exact"), ("exact", "0.33"), ("exact", "0.25, recall 0.05")} <= speeds.keys()
+    notes = {(row["weights"], row["kv"]): row["note"] for row in report["engine"]}
+    for case in (("exact", "exact, CUDA graphs"), ("int4", "0.33, CUDA graphs")):
+        assert notes[case].startswith("skipped: cuda_graphs on needs a GPU") and case not in speeds
     assert "| part | what |" in done.stdout and "everything agrees" in done.stdout and "no GPU here" in done.stderr
 
 
@@ -98,6 +101,15 @@ def test_what_is_refused_is_skipped_with_the_reason(tiny):
     case = gpu_engine.Case("exact", "too small", {"kv_budget": 0.01})
     (row,) = gpu_engine.engine_rows(tiny, [case], gpu_engine.Budget(600), None)
     assert row["tok_s"] is None and row["note"].startswith("skipped: kv_budget 0.01 is less than")
+
+
+def test_graphs_are_off_where_nothing_is_said_of_them(tiny, monkeypatch):
+    asked = []
+    monkeypatch.setattr(gpu_engine, "random_llm", lambda model, **settings: asked.append(settings["cuda_graphs"]))
+    for case in gpu_engine.CASES:
+        gpu_engine._Engines(tiny).of(case)
+    assert asked == ["on" if "CUDA graphs" in case.kv else "off" for case in gpu_engine.CASES]
+    assert asked.count("on") == 5
 
 
 def test_when_the_time_is_over(tiny):

@@ -1,6 +1,8 @@
-"""Steps of decoding by graphs, on the Triton kernels with a stand-in for what records them (tests/recorder.py): the bits
-of the steps launched one by one; and that what a graph would launch is what its step is in need of: launches of one key
-differ in nothing but what is in tensors."""
+"""Steps of decoding by graphs, on the Triton kernels, with a stand-in for what records them (tests/recorder.py).
+
+The bits are those of the steps launched one by one; and launches of one key differ in nothing but what is in tensors,
+which is what a graph that is replayed takes for granted.
+"""
 
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine import LLM, SamplingParams
 
 TIERS = {"kv_budget": 0.3, "recent_tokens": 16, "recall": 0.0, "cold_format": "none"}
-RECALL = {**TIERS, "recall": 0.05, "cold_format": "exact"}
+RECALL = {**TIERS, "recall": 0.02, "cold_format": "exact"}
 
 
 class OnTheDevice(TorchDispatchMode):
@@ -71,9 +73,10 @@ class Launches(Recorder):
 def test_graphs_give_the_bits_of_steps_launched_one_by_one(tmp_path, device, monkeypatch, settings):
     if device != "cpu":
         pytest.skip("stands in for a GPU")
-    make_checkpoint(tmp_path, seed=1, eos_token_id=None, num_hidden_layers=1)
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    make_checkpoint(tmp_path, seed=1, eos_token_id=None, **shape)
     fixed = {"dtype": "float32", "backend": "triton", "threads": 1, "page_size": PAGE, "enable_prefix_caching": False}
-    params = [SamplingParams(max_tokens=n, temperature=0, logprobs=2) for n in (40, 18)]
+    params = [SamplingParams(max_tokens=n, temperature=0, logprobs=2) for n in (30, 14)]
     answers = []
     for graphs in (False, True):
         llm = LLM(tmp_path, **fixed, **settings)

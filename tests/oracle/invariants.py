@@ -86,9 +86,8 @@ def check_cache(self, sequences):
     """Assert the invariants; `sequences` are all that are alive."""
     sequences = list(sequences)
     used = [page for sequence in sequences for page in sequence.pages]
-    if self.prefixes is not None:
-        self.prefixes.tree.check()
-        used += np.repeat(np.arange(len(self.prefixes._kept)), self.prefixes._kept).tolist()
+    self.prefixes.tree.check()
+    used += np.repeat(np.arange(len(self.prefixes._kept)), self.prefixes._kept).tolist()
     self._frames.check(used)
     filled = []
     for sequence in sequences:
