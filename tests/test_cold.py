@@ -16,9 +16,9 @@ from test_tiers_engine import PAGE, assert_empty, greedily, live, load, prompt, 
 
 from engine import ConfigError, loading
 from engine.config import EngineConfig
-from engine.doctor import advice
 from memory import cold
 from memory.config import ColdConfig
+from tools.doctor import advice
 
 BELOW = {"recall": 1.0}
 

@@ -1,7 +1,7 @@
 """Steps of decoding by graphs, on torch's operators, with a stand-in for what records them (tests/recorder.py).
 
-These operators read what a step's plan says outside of its tensors, too: here that is worked out of the tensors anew, as
-the Triton kernels have it (tests/kernels/test_graphs_triton.py).
+These operators read what a step's plan says outside of its tensors, too: here that is worked out of the tensors anew,
+as the Triton kernels have it (tests/kernels/test_graphs_triton.py).
 """
 
 import contextlib

@@ -69,14 +69,14 @@ class Launches(Recorder):
         return outputs
 
 
-@pytest.mark.parametrize("settings", [TIERS, RECALL], ids=["tiers", "recall"])
-def test_graphs_give_the_bits_of_steps_launched_one_by_one(tmp_path, device, monkeypatch, settings):
+@pytest.mark.parametrize(("settings", "lengths"), [(TIERS, (24, 14)), (RECALL, (16,))], ids=["tiers", "recall"])
+def test_graphs_give_the_bits_of_steps_launched_one_by_one(tmp_path, device, monkeypatch, settings, lengths):
     if device != "cpu":
         pytest.skip("stands in for a GPU")
     shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     make_checkpoint(tmp_path, seed=1, eos_token_id=None, **shape)
     fixed = {"dtype": "float32", "backend": "triton", "threads": 1, "page_size": PAGE, "enable_prefix_caching": False}
-    params = [SamplingParams(max_tokens=n, temperature=0, logprobs=2) for n in (30, 14)]
+    params = [SamplingParams(max_tokens=n, temperature=0, logprobs=2) for n in lengths]
     answers = []
     for graphs in (False, True):
         llm = LLM(tmp_path, **fixed, **settings)
@@ -90,4 +90,4 @@ def test_graphs_give_the_bits_of_steps_launched_one_by_one(tmp_path, device, mon
             done |= {output.request_id: (output.token_ids, output.logprobs) for output in llm.step()}
         answers.append(done)
     assert answers[0] == answers[1]
-    assert recorder.compared > 10 and spy.formats and bool(spy.recalled) == bool(settings["recall"])
+    assert recorder.compared > 5 and spy.formats and bool(spy.recalled) == bool(settings["recall"])

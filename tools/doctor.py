@@ -1,4 +1,4 @@
-"""`python -m engine.doctor`: what this machine has, which code paths that switches on, what is missing for what; and
+"""`python -m tools.doctor`: what this machine has, which code paths that switches on, what is missing for what; and
 `isotherm models`: the models that are found on it, and whether they can be loaded (no torch).
 
 The doctor's exit code is 1 where something is wrong (said last); a missing extra is no fault, only not there.
