@@ -46,6 +46,26 @@ def test_measured_is_as_planned(capsys, directory, options):
     assert any("filled, not computed" in note for note in found["notes"]) == ("--direct-state" in options)
 
 
+def test_the_group_of_int4_is_planned_as_it_is_measured(capsys, directory):
+    """A scale and a zero of 16 bits for each group: 32 bits to its weights."""
+    held = {}
+    for group in (32, 64):
+        found = measured(capsys, directory, "--quantization", "int4", "--quantization-group", group)
+        assert found["quantization_group"] == group
+        held[group] = found["weights_bytes"]
+        assert held[group] == found["held_bytes"]["weights_bytes"]
+    assert held == {64: held[64], 32: held[64] + 4 * int4_weights(directory) // 64}
+    assert measured(capsys, directory, "--quantization", "int4")["weights_bytes"] == held[32]
+
+
+def int4_weights(directory):
+    """How many there are: all of the layers' matrices."""
+    config = json.loads((directory / "config.json").read_text())
+    hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    return layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -53,6 +73,7 @@ def test_measured_is_as_planned(capsys, directory, options):
         (["--decode", "0"], "decode must be from 1 to 599"),
         (["--kv-budget", "0.05"], "kv_budget 0.05 is less than"),
         (["--dtype", "auto"], "random weights need a dtype"),
+        (["--quantization", "int8", "--quantization-group", "64"], "quantization_group 64 is of int4"),
         (["--model", "llama9"], "llama2-7b, llama2-13b"),
     ],
 )

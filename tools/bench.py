@@ -129,7 +129,7 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     settings = {
         "dtype": args.dtype, "kv_budget": args.kv_budget, "recall": args.recall, "backend": args.backend,
         "cold_format": args.cold_format or ("exact" if args.recall else "none"), "threads": args.threads,
-        "max_num_batched_tokens": args.chunk, "quantization": args.quantization,
+        "max_num_batched_tokens": args.chunk, **_quantized(args),
     }  # fmt: skip
     return bench_memory.measure(args.model, args.context, args.decode, args.direct_state, args.seed, **settings)
 
@@ -228,6 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--decode", type=int, default=8, metavar="N", help="of these generated (default: %(default)s)")
     command.add_argument("--dtype", default="bfloat16", help="of weights and cache (default: %(default)s)")
     command.add_argument("--quantization", choices=("int8", "int4"), help="of the weights")
+    command.add_argument("--quantization-group", type=int, choices=(32, 64, 128), help="of int4 (default: 32)")
     command.add_argument("--kv-budget", type=float, metavar="FRACTION", help="compress the cache")
     command.add_argument("--recall", type=float, metavar="FRACTION", help="of all tokens, read from copies")
     command.add_argument("--cold-format", choices=("exact", "int8", "none"), help="(default: none without --recall)")

@@ -23,6 +23,7 @@ from engine.metrics import free_memory_bytes, peak_rss_bytes
 from engine.progress import Progress
 from memory.cache import KVCache
 from memory.prefix import CachedSequence
+from models.llama.config import DEFAULT_GROUP
 from tools import memory_plan
 from tools.random_model import random_llm
 
@@ -70,9 +71,10 @@ def measure(model: str, context: int, decode: int, direct_state: bool, seed: int
     config = EngineConfig(model=model, max_model_len=context, max_num_seqs=1, **settings)
     gpu = torch.cuda.is_available()
     shape, quantization = memory_plan.shape(model), settings.get("quantization")
+    group = settings.get("quantization_group") or DEFAULT_GROUP
     # The plan of Triton's operations is that of a GPU, also where the interpreter runs them.
     free = free_memory_bytes(torch.device("cuda" if gpu else "cpu"))
-    planned = memory_plan.plan(shape, config, quantization, free, on_cpu=not gpu and config.backend != "triton")
+    planned = memory_plan.plan(shape, config, quantization, free, group, not gpu and config.backend != "triton")
     needed = planned["total_bytes"] + (0 if gpu else planned["host_bytes"])
     if free is not None and needed > free:
         raise CapacityError(
@@ -81,7 +83,8 @@ def measure(model: str, context: int, decode: int, direct_state: bool, seed: int
         )
     before = _begin(gpu)
     begun = time.perf_counter()
-    llm = random_llm(model, seed=seed, enable_prefix_caching=False, max_model_len=context, max_num_seqs=1, **settings)
+    fixed = {"enable_prefix_caching": False, "max_model_len": context, "max_num_seqs": 1, "cuda_graphs": "off"}
+    llm = random_llm(model, seed=seed, **fixed, **settings)  # what graphs hold is not planned
     built = time.perf_counter()
     with LiveBytes() as live:
         report = _run(llm, context, decode, direct_state, seed)
