@@ -109,8 +109,9 @@ class LayerCache(NamedTuple):
 class WarmPages:
     """The compressed pages of one format in a step's sequences. Every query sees all of them.
 
-    Entries past a sequence's count are 0 and never read (recall alone reads a first one, and makes nothing of it). A run of b units that starts at unit u has the index u / b
-    (for 3 bits u / 2), so a run's first byte in a head's plane is index * b * unit_bytes.
+    Entries past a sequence's count are 0 and never read, but that recall reads a first one and makes nothing of it. A
+    run of b units that starts at unit u has the index u / b (for 3 bits u / 2), so a run's first byte in a head's plane
+    is index * b * unit_bytes.
     """
 
     bits: int  # 8, 4, 3 or 2

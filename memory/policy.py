@@ -41,7 +41,8 @@ class Pages(NamedTuple):
 def plan(pages: Pages, costs: dict[int, int], excess: int, exact_excess: int, tiers: TierConfig) -> np.ndarray:
     """The bits that pages are to have, for moves that free at least `excess` bytes, or all that can be freed; and that
     take at least `exact_excess` pages out of the exact ones. costs: bytes of a page of each format."""
-    bits, scores = pages.bits.copy(), np.nan_to_num(pages.scores, nan=0.0)
+    bits: np.ndarray = pages.bits.copy()
+    scores = np.nan_to_num(pages.scores, nan=0.0)
     if tiers.hot_ratio:  # fixed shares of the pages: the best stay exact, the lowest have 2 bits, the others 4
         lowest = np.lexsort((-pages.ages, scores))
         for share, step in ((np.ceil(len(bits) * (1 - tiers.hot_ratio)), 4), (len(bits) * tiers.cold_ratio, 2)):
