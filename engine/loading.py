@@ -217,6 +217,9 @@ def _cache_config(
     tiers = _tiers(config, model, _max_model_len(config, model))
     cold = _cold(config, weights, device) if tiers else None
     tiers = replace(tiers, recalled=True) if tiers and cold and cold.recall else tiers
+    if config.recall and not tiers:
+        way = "with --kv-budget or --kv-cache-memory pages are"
+        log.warning("--recall reads copies of what is compressed, and nothing will be: %s", way)
     capacity = _capacity(config, model, weights, device, dtype)
     try:
         cache = CacheConfig(

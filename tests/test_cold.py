@@ -153,6 +153,12 @@ def test_a_gpu_recalls_what_its_link_brings_while_it_would_read_everything(monke
     assert f"{link / 1e9:.1f} GB/s" in said
 
 
+@pytest.mark.parametrize(("settings", "said"), [({}, 1), ({"kv_budget": 0.3}, 0)])
+def test_recall_of_what_is_never_compressed_is_said(directory, caplog, settings, said):
+    load(directory, recall=0.1, **settings)
+    assert len([record for record in caplog.records if "nothing will be" in record.getMessage()]) == said
+
+
 @pytest.mark.parametrize("asked", [0.0, 0.2])
 def test_a_fraction_that_is_asked_for_is_taken_unmeasured(monkeypatch, asked):
     monkeypatch.setattr(loading, "_rates", lambda device: pytest.fail("measured"))

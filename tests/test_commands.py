@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from oracle.checkpoint import make_checkpoint, random_weights, write_weights
 
-from engine import LLM, ModelFormatError, SamplingParams, cli, doctor
+from engine import LLM, ModelFormatError, SamplingParams, cli
 from engine.cli import COMMANDS, parser
 from engine.config import EngineConfig
+from tools import doctor
 from tools.doctor import CORE, EXTRAS, examine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,7 +126,7 @@ def test_light_commands_import_no_torch(home, command):
 
 def test_doctor_of_a_good_machine_and_model(home):
     make_checkpoint(home / "models" / "tiny")
-    done = run("--model", "tiny", "--json", module="tools.doctor")
+    done = run("--model", "tiny", "--json", module="engine.doctor")
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     report = json.loads(done.stdout)
     assert set(report) == {
@@ -169,10 +170,10 @@ def broken_models(home):
 
 def test_doctor_says_what_is_wrong_with_a_model(home):
     for name, part in broken_models(home).items():
-        done = run("--model", name, module="tools.doctor")
+        done = run("--model", name, module="engine.doctor")
         assert done.returncode == 1 and "Traceback" not in done.stderr
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("WRONG: ")]
-        report = json.loads(run("--model", name, "--json", module="tools.doctor").stdout)
+        report = json.loads(run("--model", name, "--json", module="engine.doctor").stdout)
         assert part in line and part in report["problems"][0] and part in report["model"]["error"]
 
 
@@ -182,7 +183,7 @@ def test_doctor_says_what_is_wrong_with_the_machine(home, tmp_path):
         (tmp_path / "other" / name / "__init__.py").write_text("")
     code = f"""
 import sys, importlib.metadata
-from engine import doctor
+from tools import doctor
 sys.path.insert(0, {str(tmp_path / "other")!r})
 for name in ("kernels", "models"):
     for module in [m for m in sys.modules if m.split(".")[0] == name]:

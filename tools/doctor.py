@@ -1,4 +1,4 @@
-"""`python -m tools.doctor`: what this machine has, which code paths that switches on, what is missing for what; and
+"""`python -m engine.doctor`: what this machine has, which code paths that switches on, what is missing for what; and
 `isotherm models`: the models that are found on it, and whether they can be loaded (no torch).
 
 The doctor's exit code is 1 where something is wrong (said last); a missing extra is no fault, only not there.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import origins, strangers
-from engine.cli import lines, parser, run
+from engine.cli import lines, parser
 from engine.config import usable_cpus
 from engine.errors import TokenizerError
 from models.checkpoint import open_checkpoint
@@ -140,7 +140,3 @@ def models(argv: list[str] | None = None) -> int:
         print("no models found in:", *looked, sep="\n  ")
         print("A demo model (93 MB): python -m tools.get_demo_model. A directory anywhere: --model DIRECTORY.")
     return 0
-
-
-if __name__ == "__main__":
-    run(main)
