@@ -18,7 +18,7 @@ from kernels.codes import FLOATS, check
 from kernels.ops import QuantizedWeight
 
 BYTE_GROUP = 128  # inputs of a block of 8 bits
-PROGRAMS = 6  # of a multiprocessor, that the inputs are split for
+WARPS = 12  # of a multiprocessor, that the inputs are split for
 
 
 @triton.jit
@@ -90,13 +90,16 @@ def _sum_kernel(parts, out, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
 
 
-def _config(tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def _config(tokens: int, dtype: torch.dtype, bits: int) -> tuple[int, int, int, int]:
     """(tokens of a block, outputs of a block, warps, stages)."""
     if dtype == torch.float32:
         return 16, 64, 4, 2
     if tokens <= 16:
         return 16, 64, 2, 4
-    return (32, 128, 4, 3) if tokens <= 32 else (64, 128, 8, 3)
+    if tokens <= 64:
+        return (32, 128, 4, 3) if tokens <= 32 else (64, 128, 8, 3)
+    # A weight is converted for twice as many tokens. With another number of stages either spills on some target.
+    return 128, 128, 8, 2 if bits == 8 else 3
 
 
 def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -104,9 +107,9 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, dt
     (tokens, inputs), outputs = x.shape, weight.shape[0]
     group = BYTE_GROUP if weight.zeros is None else weight.group
     check("x", x, (tokens, weight.shape[1]), FLOATS)
-    block_m, block_n, num_warps, stages = _config(tokens, x.dtype)
+    block_m, block_n, num_warps, stages = _config(tokens, x.dtype, weight.bits)
     blocks = triton.cdiv(outputs, block_n), triton.cdiv(tokens, block_m)
-    wanted = PROGRAMS * attention._num_multiprocessors(x) // max(blocks[0] * blocks[1], 1)
+    wanted = WARPS * attention._num_multiprocessors(x) // max(num_warps * blocks[0] * blocks[1], 1)
     splits = max(1, min(wanted, triton.cdiv(inputs, group) // 4))  # of four groups at least
     out = x.new_empty(tokens, outputs, dtype=dtype)
     if tokens == 0:

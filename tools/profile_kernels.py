@@ -136,11 +136,11 @@ class Model:
         return -(-queries // 16), max(16, 1 << (rows - 1).bit_length())
 
     def linear(self, rows: int, bits: int) -> Cost:
-        """By the weight of gate and up; tiles of 16 rows, from 33 rows on of 64."""
+        """By the weight of gate and up; tiles of 16 rows, of chunks of 128."""
         outputs, inputs = 2 * self.intermediate, self.hidden
         scales = outputs * (2 if bits == 8 else 4 * inputs / 128)
         moved = outputs * inputs * bits / 8 + scales + 2 * rows * (inputs + outputs)
-        tile = 64 if rows > 32 else 16
+        tile = 128 if rows > 64 else 16
         return Cost(moved, 2 * rows * outputs * inputs, outputs * inputs / 1024 * -(-rows // tile) * tile / 128)
 
     def _attention(self, n: int, queries: int, seen: float) -> Cost:

@@ -9,7 +9,7 @@ from kernels.ops import QuantizedWeight
 from kernels.reference_linear import dequantize, quantize
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-SHAPES = [(1, 64, 640), (3, 33, 100), (17, 96, 576), (40, 130, 172)]  # rows, outputs, inputs
+SHAPES = [(1, 64, 640), (3, 33, 100), (17, 96, 576), (40, 130, 172), (130, 130, 172)]  # rows, outputs, inputs
 
 
 def random_weight(outputs: int, inputs: int, bits: int, group: int, device: str = "cpu") -> QuantizedWeight:
