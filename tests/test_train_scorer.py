@@ -11,7 +11,8 @@ from oracle.checkpoint import TEXT, make_checkpoint
 from engine import LLM, ConfigError, RequestError, SamplingParams
 from memory.importance import DEFAULT, PROFILES, AttentionRecord, Scorer, load_scorer
 from tools import evaluate, train_scorer
-from tools.evaluate_attention import missed, recalled, record
+from tools.evaluate_attention import causal, forward, missed, recalled, record
+from tools.evaluate_readahead import drifts, query
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,6 @@ def test_samples_are_what_the_model_attends_to(directory):
     window = llm.tokenizer.encode(TEXT * 3)[:512]
     seen = {}
     samples = record(llm, window, [1], [256], 64, 16, pairs := [])
-    from tools.evaluate_attention import causal, forward
 
     def attend(layer, q, k, v):
         seen[layer] = q, k
@@ -155,6 +155,26 @@ def test_missed_and_recalled_by_hand():
     scores, mass = torch.tensor([[4.0, 3, 2, 1]]), torch.tensor([[1.0, 0, 5, 4]])
     assert missed(scores, mass, 0.5) == pytest.approx(0.9) and missed(mass, mass, 0.5) == pytest.approx(0.1)
     assert recalled(scores, mass, 0.5) == 0 and recalled(-scores, mass, 0.5) == 1
+
+
+def test_a_query_speculated_from_the_layers_own_residual_is_its_query(directory):
+    """And one from a layer before is another; the drift is what comes between, on average."""
+    llm = LLM(directory / "model", dtype="float32", threads=1, max_model_len=512)
+    window, heard, asked = llm.tokenizer.encode(TEXT * 3)[:256], [], {}
+
+    def attend(layer, q, k, v):
+        asked[layer] = q[:, 100:].clone()
+        return causal(q, k, v)
+
+    forward(llm, window, attend, hear=lambda residual: heard.append(residual.clone()))
+    assert len(heard) == 5, "before the first layer, after each attention and MLP"
+    torch.testing.assert_close(query(llm, 1, heard[2][100:], 100), asked[1])
+    assert not torch.allclose(query(llm, 1, heard[1][100:], 100), asked[1], atol=1e-2)
+    expected = {"after attention": (heard[2] - heard[1]).mean(0), "a layer ahead": (heard[2] - heard[0]).mean(0)}
+    drift = drifts(llm, window)
+    assert set(drift) == {(1, name) for name in expected}
+    for name, wanted in expected.items():
+        torch.testing.assert_close(drift[1, name], wanted, rtol=1e-4, atol=1e-5)
 
 
 # In the engine.
@@ -228,8 +248,13 @@ def test_evaluation(directory, trained, capsys):
     assert rows["oracle"]["recall"] == 1 and rows["oracle"]["avoidable"] == 0
     assert rows["trained"]["kl_above_trained"] == 0 < rows["nothing"]["kl"]
     assert [row["profile"] for row in result["profiles"]] == list(PROFILES)
-    (ahead,) = result["read_ahead"]
-    assert 0 < ahead["last"] <= 1 and 0 < ahead["trained"] <= 1
+    ahead = {row["set"]: row for row in result["read_ahead"]}
+    for name, row in ahead.items():
+        assert all(0 <= row[column] <= 1 for column in ("covered", "exact", "new", "early", "late")), name
+        assert row["text"] == text and row["late"] <= 1 - row["covered"] + 1e-9
+    last = ahead["the last step's"]
+    assert last["early"] == 0 and last["covered"] + last["late"] == pytest.approx(1)
+    assert ahead["speculated after attention"]["covered"] > ahead["highest score"]["covered"] > 0
     assert sum(result["split"].values()) == pytest.approx(0.05 * len(result["split"]))
     assert evaluate.main([*words, "--no-kl"]) == 0
     quick = {row["signal"]: row for row in json.loads(capsys.readouterr().out)["rows"]}

@@ -11,9 +11,11 @@ score. Pages are recorded beside tokens: mean over layers and heads, as the cach
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,20 +44,43 @@ class Sample:
     signals: dict[str, Tensor]
 
 
+class _Listening:
+    """The model's operations, with an ear for its residual: before the first layer, after every attention and MLP."""
+
+    def __init__(self, ops: Any, hear: Callable[[Tensor], Any]) -> None:
+        self._ops, self._hear = ops, hear
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def rms_norm(self, x: Tensor, *rest: Any) -> Tensor:
+        self._hear(x)
+        return self._ops.rms_norm(x, *rest)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, *rest: Any) -> Tensor:
+        out = self._ops.add_rms_norm(x, residual, *rest)
+        self._hear(residual)
+        return out
+
+
 def forward(
-    llm: LLM, window: Sequence[int], attend: Callable[[int, Tensor, Tensor, Tensor], Tensor], start: int | None = None
-) -> Tensor:
+    llm: LLM, window: Sequence[int], attend: Callable[[int, Tensor, Tensor, Tensor], Tensor], start: int | None = None,
+    hear: Callable[[Tensor], Any] | None = None,
+) -> Tensor:  # fmt: skip
     """Hidden states of the window; attend(layer, q [Hq, T, D], k, v [Hkv, T, D]), rotated -> [Hq, T, D]. start: the
-    window is blocks of 64 tokens that all stand there."""
+    window is blocks of 64 tokens that all stand there. hear: gets the residual [T, hidden] wherever it has changed."""
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
         cos, sin = cos_sin[:, None].chunk(2, dim=-1)
         q, k = (reference._rotate(x, cos, sin).to(v.dtype).transpose(0, 1) for x in (q, k))
         return attend(layer, q, k, v.transpose(0, 1)).transpose(0, 1)
 
+    model = copy.copy(llm._model)
+    if hear is not None:
+        model.ops = _Listening(model.ops, hear)
     with torch.no_grad():  # training cannot use what inference_mode made
         positions = torch.arange(len(window))
-        return llm._model.forward(
+        return model.forward(
             torch.tensor(window), positions if start is None else start + positions % 64, attention
         )  # fmt: skip
 
@@ -72,14 +97,21 @@ def layers_of(llm: LLM, count: int) -> list[int]:
     return sorted({round((i + 0.5) * depth / (count or depth) - 0.5) for i in range(count or depth)})
 
 
-def shares(q: Tensor, k: Tensor, first: int) -> Tensor:
+def at_floor(x: Tensor, is_key: bool) -> Tensor:
+    """K or V [Hkv, T, D] with 2 bits, as pages."""
+    pages = x.unflatten(1, (-1, PAGE)).flatten(0, 1)
+    back = reference.decompress(*reference.compress(pages, 2, is_key), 2, is_key, x[:, :PAGE])
+    return back.view_as(x)
+
+
+def shares(q: Tensor, k: Tensor, first: int, power: int = 1) -> Tensor:
     """Attention of the queries q [Hq, n, D], which stand at `first` on, to the keys k [Hkv, T, D]: mean over the heads
-    of a group, [Hkv, n, T] float32."""
+    of a group, [Hkv, n, T] float32; of its square, with power 2."""
     seen = first + q.shape[1]
     logits = (q.unflatten(0, (len(k), -1)).flatten(1, 2) @ k[:, :seen].mT).float().mul_(q.shape[2] ** -0.5)
     logits = logits.unflatten(1, (-1, q.shape[1]))
     logits[..., first:].masked_fill_(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1), -math.inf)
-    return pad(logits.softmax(-1).mean(1), (0, k.shape[1] - seen))
+    return pad(logits.softmax(-1).pow(power).mean(1), (0, k.shape[1] - seen))
 
 
 def record(

@@ -27,20 +27,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine import LLM
 from engine.progress import Progress
 from kernels import reference
-from memory.importance import PROFILES, AttentionRecord, Scorer, page_ages
+from memory.importance import PROFILES, Scorer
+from tools import evaluate_readahead
 from tools.evaluate_attention import (
-    PAGE,
     RECENT,
     SINKS,
-    WINDOW,
     Sample,
-    causal,
+    at_floor,
     forward,
     layers_of,
     missed,
     recalled,
     record,
-    shares,
 )
 
 KEPT, TRUTH, HORIZON, STEPS, EVERY = 0.05, 0.1, 512, 64, 16
@@ -78,6 +76,7 @@ def rows(
     signals = choose(scorer)
     layers = layers_of(llm, count)
     split = _split(llm, signals["trained"], calibration, layers) if calibration else {}
+    drift = evaluate_readahead.drifts(llm, calibration) if calibration else {}
     kept = {name: dict.fromkeys(layers, KEPT) for name in (*SINGLE, "random", "hand-weighted sum", "trained", "oracle")}
     kept |= {"nothing": dict.fromkeys(layers, 0.0), "trained, split": split}
     found, ahead, kinds = [], [], []
@@ -111,7 +110,8 @@ def rows(
                  "kl": blocked.mean(), "se": _error(blocked),
                 "kl_above_trained": (blocked - best).mean(), "its_se": _error(blocked - best),
             })  # fmt: skip
-        ahead.append({"text": text, **read_ahead(llm, window, signals)})
+        two = {"attention term": signals["attention"], "score": signals["trained"]}
+        ahead += [{"text": text, **row} for row in evaluate_readahead.rows(llm, window, drift, KEPT, two)]
     return {
         "rows": found,
         "profiles": kinds,
@@ -135,7 +135,7 @@ def divergences(
 ) -> dict[str, list[float]]:  # fmt: skip
     """KL in nats a token, of each block behind the starts, by name in `kept`: the fraction kept in each layer."""
     layers = {x.layer for x in samples}
-    floor = [tuple(_floor(x, is_key) for x, is_key in zip(pair, (True, False), strict=True)) for pair in exact]
+    floor = [tuple(at_floor(x, is_key) for x, is_key in zip(pair, (True, False), strict=True)) for pair in exact]
     known = {(x.layer, x.start): x for x in samples}
     kl = defaultdict(list)
     for start in Progress(starts, desc="Predicting", unit="block", shown=True):
@@ -176,61 +176,6 @@ def divergences(
             for name, other in zip(kept, log_p[1:], strict=True):
                 kl[name].append(float((log_p[0].exp() * (log_p[0] - other)).sum(-1).mean()))
     return kl
-
-
-def _floor(x: Tensor, is_key: bool) -> Tensor:
-    """K or V [Hkv, T, D] with 2 bits, as pages."""
-    pages = x.unflatten(1, (-1, PAGE)).flatten(0, 1)
-    back = reference.decompress(*reference.compress(pages, 2, is_key), 2, is_key, x[:, :PAGE])
-    return back.view_as(x)
-
-
-def read_ahead(llm: LLM, window: list[int], signals: dict[str, Callable[[Sample], Tensor]]) -> dict[str, Any]:
-    """Of the 5 % that a query attends to most, in each KV head, how many were in the set of the query before; and in a
-    set of the same size that a signal foretells from the queries before, all of which were observed. Also how many of
-    a set have to be read, because they were not in the one before."""
-    layers = layers_of(llm, 5)
-    first, steps, hits = len(window) - 128, 64, defaultdict(list)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if layer in layers:
-            begun = first - 192
-            seen = shares(q[:, begun : first + steps], k, begun)
-            attention = AttentionRecord()
-            before: dict[str, Tensor] = {}
-            for i, row in enumerate(seen.unbind(1)):
-                length = begun + i  # of what is there when the query comes
-                old = slice(SINKS, length - RECENT)
-                if length >= first:
-                    size = round(KEPT * (old.stop - old.start))
-                    ages = torch.from_numpy(page_ages(length, 1, length)).float()[old]
-                    features = torch.from_numpy(attention.features(length))[:, old]
-                    sample = Sample(layer, length, features, ages, row[:, old], {})
-                    truth = _set(row[:, old], size)
-                    sets = {
-                        "trained": _set(signals["trained"](sample), size),
-                        "attention": _set(features[..., 1], size),
-                    }
-                    sets |= {"last": before["truth"]} if before else {}
-                    for name, chosen in sets.items():
-                        hits[name].append(_overlap(chosen, truth))
-                        if name in before:
-                            hits[f"{name}, new"].append(1 - _overlap(before[name], chosen))
-                    before = sets | {"truth": truth}
-                lifts = (row[:, : length + 1] * (length + 1)).numpy()
-                attention.observe(lifts, page_ages(length + 1, 1, length + 1), length + 1, WINDOW)
-        return causal(q, k, v)
-
-    forward(llm, window, attend)
-    return {name: sum(values) / len(values) for name, values in hits.items()}
-
-
-def _set(scores: Tensor, size: int) -> Tensor:
-    return scores.topk(size, 1).indices
-
-
-def _overlap(chosen: Tensor, truth: Tensor) -> float:
-    return float(np.mean([np.isin(b, a).mean() for a, b in zip(chosen.numpy(), truth.numpy(), strict=True)]))
 
 
 def _mean(values: Any) -> float:
