@@ -140,10 +140,12 @@ def test_samples_are_what_the_model_attends_to(directory):
             for i in range(512)
         ])
         for h in range(4)
-    ]).view(2, 2, 512, 512).mean(1)  # fmt: skip
+    ]).view(2, 2, 512, 512)  # fmt: skip
     tokens, pages = samples
+    squares, attention = attention.square().mean(1), attention.mean(1)
     kept = slice(4, 256 - 64)
     torch.testing.assert_close(tokens.mass, attention[:, 256:320, kept].sum(1) / 64, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(tokens.squares, squares[:, 256:320, kept].sum(1) / 64, rtol=1e-4, atol=1e-8)
     torch.testing.assert_close(tokens.signals["cumulative"], attention[:, 15:256:16, kept].sum(1), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(tokens.features[..., 0], attention[:, 255, kept] * 256, rtol=1e-3, atol=1e-4)
     assert tokens.ages.tolist() == list(range(251, 63, -1)) and pages.ages.tolist() == [128, 64]
@@ -240,7 +242,8 @@ def test_evaluation(directory, trained, capsys):
     result = json.loads(capsys.readouterr().out)
     rows = {row["signal"]: row for row in result["rows"]}
     assert {"w64", "w256", "age-normalised", "cumulative", "recency", "key norm", "relevance", "attention", "random",
-            "hand-weighted sum", "trained", "trained, split", "oracle", "nothing"} == set(rows)  # fmt: skip
+            "hand-weighted sum", "trained", "trained, split by mass", "trained, split by error",
+            "oracle", "oracle of squares", "nothing"} == set(rows)  # fmt: skip
     for name, row in rows.items():
         assert row["kl"] >= 0 and row["se"] >= 0 and row["text"] == text
         if row["recall"] is not None:
@@ -255,7 +258,10 @@ def test_evaluation(directory, trained, capsys):
     last = ahead["the last step's"]
     assert last["early"] == 0 and last["covered"] + last["late"] == pytest.approx(1)
     assert ahead["speculated after attention"]["covered"] > ahead["highest score"]["covered"] > 0
-    assert sum(result["split"].values()) == pytest.approx(0.05 * len(result["split"]))
+    assert rows["oracle of squares"]["missed_squares"] <= rows["oracle"]["missed_squares"]
+    for split in result["split"]:
+        parts = [part for name, part in split.items() if name != "split"]
+        assert len(parts) == 2 and sum(parts) == pytest.approx(0.05 * 2) and min(parts) > 0
     assert evaluate.main([*words, "--no-kl"]) == 0
     quick = {row["signal"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert quick["trained"]["missed_mass"] == rows["trained"]["missed_mass"] and "kl" not in quick["trained"]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli import run
 from engine.config import EngineConfig
+from engine.errors import RequestError
 from engine.settings import parse_json_object
 from models.errors import ConfigError
 from models.files import read_object
@@ -79,12 +80,26 @@ def importance(args: argparse.Namespace) -> dict[str, Any]:
 
     assert base.tokenizer is not None
     texts = {
-        name: evaluate_texts.windows([name], base.tokenizer, args.context, args.context, 0, 1)[0] for name in args.text
+        name: evaluate_texts.windows(
+            [name], base.tokenizer, args.context, args.context, 0, (args.context - 1) * args.windows
+        )
+        for name in args.text
     }
+    if short := [name for name, windows in texts.items() if len(windows) < args.windows]:
+        raise RequestError(f"{short[0]}: {args.windows} windows were asked for, it has {len(texts[short[0]])}")
     scorer = load_scorer(Path(args.scorer or DEFAULT))[0]
     windows = None if args.no_kl else calibration[: args.context]
-    measured = evaluate_importance.rows(base, scorer, texts, windows, args.blocks, args.layers)
-    return about | {"text": args.text, "calibrate": args.calibrate, "blocks": args.blocks, **measured}
+    predicted = args.signals or evaluate_importance.COMPARED
+    if unknown := set(predicted) - set(evaluate_importance.COMPARED):
+        raise ConfigError(f"--signals: no {', '.join(unknown)}; there are {', '.join(evaluate_importance.COMPARED)}")
+    measured = evaluate_importance.rows(base, scorer, texts, windows, args.blocks, args.layers, predicted)
+    return about | {
+        "text": args.text,
+        "calibrate": args.calibrate,
+        "windows": args.windows,
+        "blocks": args.blocks,
+        **measured,
+    }
 
 
 def _ranked(args: argparse.Namespace) -> dict[str, Any]:
@@ -377,6 +392,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--scorer", metavar="FILE", help="instead of the one that ships")
     command.add_argument("--no-kl", action="store_true", help="recall and missed mass only, in a third of the time")
     command.add_argument("--layers", type=int, default=10, metavar="N", help="with tiers; the others are exact (10)")
+    command.add_argument("--signals", type=_names, metavar="NAME[,NAME]", help="to predict with (default: all)")
+    command.add_argument("--windows", type=_positive, default=1, metavar="N", help="of each text (1)")
     command.add_argument("--blocks", type=_positive, default=8, metavar="N", help="of 64 predicted tokens (8)")
     command.add_argument(
         "--calibrate", default="../shared/data/wikitext2/wiki.valid.tokens.txt", metavar="FILE",

@@ -1,11 +1,12 @@
 """What signals of importance are worth: `python -m tools.evaluate importance`.
 
-Each text gives one window. At several points of it every signal chooses, in each layer and KV head, the 5 % of the old
-tokens that it holds to be important; from then on
+Each text gives some windows. At several points of each every signal chooses, in each layer and KV head, the 5 % of the
+old tokens that it holds to be important; from then on
 
     recall       how many of the 10 % that the next 512 queries attend to most are in a choice of 10 %
     missed_mass  the attention of these queries to old tokens that goes to what is not chosen
     avoidable    of it, what the oracle, which knows that attention, does not miss: the rest no choice can have
+    missed_squares  the same of the squares of the shares in each head, which is what errors of tokens add up by
     kl           of the predictions of the next 64 tokens, where all old tokens but the chosen have 2 bits (the round
                  trip of `kernels.reference`), to those of the exact cache: the same tokens for every signal
 
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from engine import LLM
 from engine.progress import Progress
@@ -43,7 +44,7 @@ from tools.evaluate_attention import (
 
 KEPT, TRUTH, HORIZON, STEPS, EVERY = 0.05, 0.1, 512, 64, 16
 SINGLE = ("w64", "w256", "age-normalised", "cumulative", "recency", "key norm", "relevance", "attention")
-TERMS = ("relevance", "attention", "recency")  # of the sum, each alone; the decay ranks as recency does
+COMPARED = (*SINGLE, "random", "hand-weighted sum", "trained", "oracle", "oracle of squares")
 
 
 def choose(scorer: Scorer) -> dict[str, Callable[[Sample], Tensor]]:
@@ -65,33 +66,42 @@ def choose(scorer: Scorer) -> dict[str, Callable[[Sample], Tensor]]:
         "trained": scored(scorer),
         **{f"trained, {name}": scored(scorer, factors) for name, factors in PROFILES.items() if name != "default"},
         "oracle": lambda x: x.mass,
+        "oracle of squares": lambda x: x.squares,
     }
 
 
 def rows(
-    llm: LLM, scorer: Scorer, texts: dict[str, list[int]], calibration: list[int] | None, blocks: int, count: int
-) -> dict[str, Any]:
-    """A row for each signal and text; texts, calibration: one window of tokens each. Without calibration
-    neither KL nor read-ahead."""
+    llm: LLM, scorer: Scorer, texts: dict[str, list[list[int]]], calibration: list[int] | None, blocks: int, count: int,
+    predicted: Sequence[str] = COMPARED,
+) -> dict[str, Any]:  # fmt: skip
+    """A row for each signal and text; texts: their windows, calibration: one, of tokens. Without calibration neither KL
+    nor read-ahead, which is measured in the first window. predicted: the signals with KL, beside the trained one."""
     signals = choose(scorer)
     layers = layers_of(llm, count)
-    split = _split(llm, signals["trained"], calibration, layers) if calibration else {}
+    splits = _splits(llm, signals["trained"], calibration, layers, blocks) if calibration else {}
     drift = evaluate_readahead.drifts(llm, calibration) if calibration else {}
-    kept = {name: dict.fromkeys(layers, KEPT) for name in (*SINGLE, "random", "hand-weighted sum", "trained", "oracle")}
-    kept |= {"nothing": dict.fromkeys(layers, 0.0), "trained, split": split}
+    kept = {name: dict.fromkeys(layers, KEPT) for name in dict.fromkeys((*predicted, "trained"))}
+    kept |= {"nothing": dict.fromkeys(layers, 0.0)} | {f"trained, split {by}": split for by, split in splits.items()}
     found, ahead, kinds = [], [], []
-    unknown = dict.fromkeys(("recall", "missed_mass", "avoidable"))
-    for text, window in Progress(texts.items(), desc="Reading", unit="text", shown=True):
-        starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
-        keys_values: list[tuple[Tensor, Tensor]] = []
-        samples = record(llm, window, layers, starts, HORIZON, EVERY, keys_values)
-        tokens = [x for x in samples if x.layer is not None]
+    unknown = dict.fromkeys(("recall", "missed_mass", "avoidable", "missed_squares"))
+    for text, windows in Progress(texts.items(), desc="Reading", unit="text", shown=True):
+        tokens: list[Sample] = []
+        kl: dict[str, list[float]] = defaultdict(list)
+        for window in windows:
+            starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
+            keys_values: list[tuple[Tensor, Tensor]] = []
+            samples = record(llm, window, layers, starts, HORIZON, EVERY, keys_values)
+            tokens += (new := [x for x in samples if x.layer is not None])
+            if calibration:
+                for name, values in divergences(llm, window, starts, new, signals, kept, keys_values).items():
+                    kl[name] += values
         least = _mean(missed(x.mass, x.mass, KEPT) for x in tokens)
         measured = {
             name: {
                 "recall": _mean(recalled(signal(x), x.mass, TRUTH) for x in tokens),
                 "missed_mass": (mass := _mean(missed(signal(x), x.mass, KEPT) for x in tokens)),
                 "avoidable": mass - least,
+                "missed_squares": _mean(missed(signal(x), x.squares, KEPT) for x in tokens),
             }
             for name, signal in signals.items()
         }
@@ -102,7 +112,6 @@ def rows(
         if not calibration:
             found += [{"signal": name, "text": text, **values} for name, values in measured.items()]
             continue
-        kl = divergences(llm, window, starts, tokens, signals, kept, keys_values)
         for name in kept:
             blocked, best = np.array(kl[name]), np.array(kl["trained"])
             found.append({
@@ -111,21 +120,52 @@ def rows(
                 "kl_above_trained": (blocked - best).mean(), "its_se": _error(blocked - best),
             })  # fmt: skip
         two = {"attention term": signals["attention"], "score": signals["trained"]}
-        ahead += [{"text": text, **row} for row in evaluate_readahead.rows(llm, window, drift, KEPT, two)]
+        ahead += [{"text": text, **row} for row in evaluate_readahead.rows(llm, windows[0], drift, KEPT, two)]
     return {
         "rows": found,
         "profiles": kinds,
         "read_ahead": ahead,
-        "split": {str(layer): part for layer, part in split.items()},
+        "split": [{"split": by, **{str(layer): part for layer, part in split.items()}} for by, split in splits.items()],
     }
 
 
-def _split(llm: LLM, signal: Callable[[Sample], Tensor], window: list[int], layers: Sequence[int]) -> dict[int, float]:
-    """What to keep in each layer: in proportion to the attention that an even split misses there, at the same bytes."""
-    samples = record(llm, window, layers, [len(window) - HORIZON], HORIZON, EVERY)
-    lost = [missed(signal(x), x.mass, KEPT) * float(x.mass.sum(1).mean()) for x in samples if x.layer is not None]
-    parts = [max(value, 0.2 * sum(lost) / len(lost)) for value in lost]  # a layer that misses nothing keeps some too
-    return {layer: KEPT * len(parts) * part / sum(parts) for layer, part in zip(layers, parts, strict=True)}
+def _splits(
+    llm: LLM, signal: Callable[[Sample], Tensor], window: list[int], layers: Sequence[int], blocks: int
+) -> dict[str, dict[int, float]]:
+    """What to keep in each layer, from other text, at the same bytes. By mass: in proportion to the attention that an
+    even split misses there. By error: token by token to the layer where it takes most off the sum of what the layers
+    lose, which is the squares of the shares of what is not chosen, in units that make it the KL of that layer alone at
+    the floor."""
+    starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
+    keys_values: list[tuple[Tensor, Tensor]] = []
+    samples = [x for x in record(llm, window, layers, starts, HORIZON, EVERY, keys_values) if x.layer is not None]
+    alone = {f"nothing, {i}": {layer: float(layer != i) for layer in layers} for i in layers}
+    kl = divergences(llm, window, starts, samples, dict.fromkeys(alone, signal), alone, keys_values)
+    lost, curves = {}, {}
+    grid = torch.arange(0, 401) / 1000  # fractions
+    for layer in layers:
+        mine = [x for x in samples if x.layer == layer]
+        lost[layer] = _mean(missed(signal(x), x.mass, KEPT) * float(x.mass.sum(1).mean()) for x in mine)
+        left = []
+        for x in mine:
+            best = signal(x).argsort(1, descending=True)
+            taken = pad(x.squares.gather(1, best).sum(0).cumsum(0), (1, 0))
+            left.append((taken[-1] - taken[(grid * best.shape[1]).long()]).double())
+        curve = torch.stack(left).mean(0)
+        curves[layer] = curve * (_mean(kl[f"nothing, {layer}"]) / float(curve[0]))
+    parts = {layer: max(value, 0.2 * _mean(lost.values())) for layer, value in lost.items()}  # some everywhere
+    mass = {layer: KEPT * len(layers) * part / sum(parts.values()) for layer, part in parts.items()}
+    steps = dict.fromkeys(layers, 10)  # some everywhere
+    while sum(steps.values()) < round(1000 * KEPT) * len(layers):
+        gains = {layer: _steepest(curves[layer], at) for layer, at in steps.items()}
+        steps[max(gains, key=lambda layer: gains[layer])] += 1
+    return {"by mass": mass, "by error": {layer: at / 1000 for layer, at in steps.items()}}
+
+
+def _steepest(curve: Tensor, at: int) -> float:
+    """The largest mean fall from there on over up to 20 steps."""
+    falls = curve[at] - curve[at + 1 : at + 21]
+    return float((falls / torch.arange(1, len(falls) + 1)).max()) if len(falls) else -math.inf
 
 
 def divergences(
@@ -155,7 +195,7 @@ def divergences(
             masks = torch.ones(1 + len(kept), len(k), start, 1, dtype=torch.bool)  # first: all exact
             for mask, (name, fractions) in zip(masks[1:], kept.items(), strict=True):
                 count = round(fractions[layer] * (old.stop - old.start))
-                scores = torch.zeros_like(sample.mass) if not count else signals[name.partition(", split")[0]](sample)
+                scores = signals[name.partition(", split")[0]](sample) if count else torch.zeros_like(sample.mass)
                 best = scores.topk(count, 1).indices
                 mask[:, old, 0] = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, best, True)
             new = [x.unflatten(1, (len(masks), STEPS)).transpose(0, 1) for x in (q, k, v)]

@@ -27,7 +27,7 @@ from torch import Tensor
 from engine import LLM
 from kernels import reference
 from memory.importance import AttentionRecord, page_ages
-from tools.evaluate_attention import RECENT, SINKS, WINDOW, Sample, at_floor, causal, forward, shares
+from tools.evaluate_attention import RECENT, SINKS, WINDOW, Sample, at_floor, attention_of, causal, forward
 
 STEPS = 64
 AHEAD = {"a layer ahead": 2, "after attention": 1}  # how many sums of the residual before a layer's own
@@ -72,14 +72,14 @@ def rows(
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if layer:
             floor, asked = at_floor(k, True), q[:, first - 1 : first + STEPS]
-            recalled = shares(asked, floor, first - 1, 2)
-            truth, exact = highest(recalled), highest(shares(asked, k, first - 1))[:, 1:]
+            recalled = _squares(asked, floor, first - 1)
+            truth, exact = highest(recalled), highest(attention_of(asked, k, first - 1).mean(1))[:, 1:]
             before, truth = truth[:, :-1], truth[:, 1:]
             sets = {"the last step's": before}
             sets |= {f"highest {name}": highest(x) for name, x in _scores(q, k, first, layer, signals).items()}
             for name, ahead in AHEAD.items():
                 for words, shift in ((name, torch.zeros(())), (f"{name}, drift", drift[layer, name])):
-                    guess = shares(query(llm, layer, heard[2 * layer - ahead] + shift, first), floor, first, 2)
+                    guess = _squares(query(llm, layer, heard[2 * layer - ahead] + shift, first), floor, first)
                     sets[f"speculated {words}"] = highest(guess)
             half = recalled[:, :-1].masked_fill(young[1:], -1.0).topk(size // 2, 2).indices
             sets[HALF] = highest(guess.scatter(2, half, 2.0))
@@ -102,18 +102,23 @@ def rows(
     ]
 
 
+def _squares(q: Tensor, k: Tensor, first: int) -> Tensor:
+    """By what the engine's recall chooses: [Hkv, n, T], the squares of the shares, mean over the heads of a group."""
+    return attention_of(q, k, first).square_().mean(1)
+
+
 def _scores(
     q: Tensor, k: Tensor, first: int, layer: int, signals: dict[str, Callable[[Sample], Tensor]]
 ) -> dict[str, Tensor]:
     """The signals of each of the STEPS queries from `first` on, [Hkv, STEPS, T]."""
     begun = first - 3 * WINDOW
     attention, found = AttentionRecord(), {name: torch.zeros(len(k), STEPS, k.shape[1]) for name in signals}
-    for length, row in enumerate(shares(q[:, begun : first + STEPS], k, begun).unbind(1), begun):
+    seen = attention_of(q[:, begun : first + STEPS], k, begun).mean(1)
+    for length, row in enumerate(seen.unbind(1), begun):
         if length >= first:
             ages, features = page_ages(length, 1, length), attention.features(length)
-            sample = Sample(
-                layer, length, torch.from_numpy(features), torch.from_numpy(ages).float(), row[:, :length], {}
-            )
+            known = torch.from_numpy(features), torch.from_numpy(ages).float()
+            sample = Sample(layer, length, *known, mass=row[:, :length], squares=row[:, :length].square(), signals={})
             for name, signal in signals.items():
                 found[name][:, length - first, :length] = signal(sample)
         lifts = (row[:, : length + 1] * (length + 1)).numpy()
