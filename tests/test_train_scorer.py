@@ -71,6 +71,15 @@ def test_an_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(director
     assert torch.equal(load_scorer(out)[0].packed(), load_scorer(trained)[0].packed())
 
 
+def test_errors_are_squares_of_the_shares_and_are_learned(directory, capsys):
+    out = directory / "errors.safetensors"
+    assert train_scorer.main(arguments(directory, out, "--steps", 50, "--errors", "--json")) == 0
+    missed = json.loads(capsys.readouterr().out)["missed"]
+    assert missed["after"]["train"][0] < missed["before"]["train"][0]
+    assert train_scorer.main(arguments(directory, out, "--steps", 25, "--json")) == 0
+    assert missed["before"]["train"][0] != json.loads(capsys.readouterr().out)["missed"]["before"]["train"][0]
+
+
 def test_gradients_are_printed_and_one_that_does_not_flow_fails(directory, tmp_path, monkeypatch, capsys):
     out = tmp_path / "a"
     assert train_scorer.main(arguments(directory, out, "--check-gradients", "--json")) == 0
@@ -111,6 +120,12 @@ def test_the_soft_choice_keeps_so_many_and_becomes_the_hard_one():
     even = torch.ones(3, 200)
     for temperature in (0.01, 0.3, 3.0):
         assert float(train_scorer.soft_missed(scores, even, 0.1, temperature)) == pytest.approx(0.9, abs=1e-3)
+    # A head with ten times the attention counts ten times.
+    heavy = mass * torch.tensor([[10.0], [1], [1]])
+    lost = [1 - missed(scores[i : i + 1], mass[i : i + 1], 0.1) for i in range(3)]
+    weights = heavy.sum(1) / heavy.sum()
+    expected = 1 - sum(float(weight) * kept for weight, kept in zip(weights, lost, strict=True))
+    assert float(train_scorer.soft_missed(scores, heavy, 0.1, 1e-3)) == pytest.approx(expected, abs=0.01)
     # All scores higher changes nothing, so no gradient asks for it.
     shifted = scores.clone().requires_grad_()
     train_scorer.soft_missed(shifted, mass, 0.1, 0.3).backward()

@@ -3,10 +3,11 @@
     text --> windows --> the model, attention recorded (evaluate_attention.py) --> samples: what was known, what came
     samples --> scores --> soft choice of the best 5 % --> the attention that it misses --> gradients
 
-The loss is the attention of the next `--horizon` queries that goes to what is not kept, over all that
-goes to what could be. The choice is soft: sigmoid((score - threshold) / temperature), where the threshold is such that
-so many are kept, and moves with the scores; the temperature falls. Training stops where the choice on held-out text no
-longer gets better, and what was best there is kept. With `--resume` it goes on from the checkpoint beside `--out`.
+The loss is the attention of the next `--horizon` queries that goes to what is not kept, over all that goes to what
+could be; with `--errors` the squares of it. The choice is soft: sigmoid((score - threshold) / temperature), where the
+threshold is such that so many are kept, and moves with the scores; the temperature falls. Training stops where the
+choice on held-out text no longer gets better, and what was best there is kept. With `--resume` it goes on from the
+checkpoint beside `--out`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pages", action="store_true", help="of the samples those of pages alone, which the engine ranks"
     )
-    parser.add_argument("--squared", action="store_true", help="of attention its square in each head, as errors add up")
+    weigh = parser.add_mutually_exclusive_group()
+    weigh.add_argument("--squared", action="store_true", help="weigh the attention that is missed by its square")
+    weigh.add_argument(
+        "--errors",
+        action="store_true",
+        help="miss squares of the shares in each head, which errors of tokens add up by",
+    )
     parser.add_argument(
         "--decay-share", type=float, metavar="FRACTION",
         help="that beta has of the weights in the end: what was attended to says little of new pages",
@@ -91,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.pages:
         samples = {kind: [x for x in group if x.layer is None] for kind, group in samples.items()}
     if args.squared:
+        samples = {kind: [replace(x, mass=x.mass.square()) for x in group] for kind, group in samples.items()}
+    if args.errors:
         samples = {kind: [replace(x, mass=x.squares) for x in group] for kind, group in samples.items()}
     scorer = Scorer()
     _standardise(scorer, samples["train"])
