@@ -58,10 +58,11 @@ class _Listening:
 
     def rms_norm(self, x: Tensor, *rest: Any) -> Tensor:
         self._hear(x)
-        return self._ops.rms_norm(x, *rest)
+        out: Tensor = self._ops.rms_norm(x, *rest)
+        return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, *rest: Any) -> Tensor:
-        out = self._ops.add_rms_norm(x, residual, *rest)
+        out: Tensor = self._ops.add_rms_norm(x, residual, *rest)
         self._hear(residual)
         return out
 
@@ -177,11 +178,11 @@ def _samples(
                 "age-normalised": total / (length - torch.arange(observed.shape[2]) * size).clamp_min(1),
                 "recency": torch.arange(observed.shape[2]).expand(len(observed), -1).float(),
             } | {f"{name} norm": -norm for name, norm in norms.items()}  # fmt: skip
+            came = mass[:, :, length // 64 : (length + horizon) // 64, kept].sum(2) / horizon
             found.append(
                 Sample(
                     layer, length, features[:, kept].float(), torch.from_numpy(ages[kept]).float(),
-                    *(mass[:, :, length // 64 : (length + horizon) // 64, kept].sum(2) / horizon),
-                    {name: signal[:, kept] for name, signal in signals.items()},
+                    came[0], came[1], {name: signal[:, kept] for name, signal in signals.items()},
                 )
             )  # fmt: skip
     return found
