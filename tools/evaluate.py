@@ -74,25 +74,26 @@ def importance(args: argparse.Namespace) -> dict[str, Any]:
     if args.context % 256 or args.context < 512 + 64 * (args.blocks + 4):
         raise ConfigError(f"need --context in whole 256 tokens, {512 + 64 * (args.blocks + 4)} at least")
     args.score_from, args.tokens = 0, 1
-    base, (calibration,), about = _read(argparse.Namespace(**{**vars(args), "text": [args.calibrate]}))
     from memory.importance import DEFAULT, load_scorer
     from tools import evaluate_importance
 
-    assert base.tokenizer is not None
-    texts = {
-        name: evaluate_texts.windows(
-            [name], base.tokenizer, args.context, args.context, 0, (args.context - 1) * args.windows
-        )
-        for name in args.text
-    }
-    if short := [name for name, windows in texts.items() if len(windows) < args.windows]:
-        raise RequestError(f"{short[0]}: {args.windows} windows were asked for, it has {len(texts[short[0]])}")
-    scorer = load_scorer(Path(args.scorer or DEFAULT))[0]
-    windows = None if args.no_kl else calibration[: args.context]
     predicted = args.signals or evaluate_importance.COMPARED
     if unknown := set(predicted) - set(evaluate_importance.COMPARED):
         raise ConfigError(f"--signals: no {', '.join(unknown)}; there are {', '.join(evaluate_importance.COMPARED)}")
-    measured = evaluate_importance.rows(base, scorer, texts, windows, args.blocks, args.layers, predicted)
+    base, _, about = _read(args)
+
+    def cut(name: str, count: int) -> list[list[int]]:
+        assert base.tokenizer is not None
+        tokens = (args.context - 1) * count
+        windows = evaluate_texts.windows([name], base.tokenizer, args.context, args.context, 0, tokens)
+        if len(windows) < count:
+            raise RequestError(f"{name}: {count} windows were asked for, it has {len(windows)}")
+        return windows
+
+    calibration = [] if args.no_kl else [cut(name, 1)[0] for name in args.calibrate]
+    texts = {name: cut(name, args.windows) for name in args.text}
+    scorer = load_scorer(Path(args.scorer or DEFAULT))[0]
+    measured = evaluate_importance.rows(base, scorer, texts, calibration, args.blocks, args.layers, predicted)
     return about | {
         "text": args.text,
         "calibrate": args.calibrate,
@@ -396,8 +397,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--windows", type=_positive, default=1, metavar="N", help="of each text (1)")
     command.add_argument("--blocks", type=_positive, default=8, metavar="N", help="of 64 predicted tokens (8)")
     command.add_argument(
-        "--calibrate", default="../shared/data/wikitext2/wiki.valid.tokens.txt", metavar="FILE",
-        help="text by which the split over layers is made (default: %(default)s)",
+        "--calibrate", nargs="+", default=["../shared/data/wikitext2/wiki.valid.tokens.txt", "module:subprocess"],
+        metavar="FILE", help="a window of each makes the split over layers and the drift (default: %(default)s)",
     )  # fmt: skip
 
     command = add(context, "perplexity beyond the trained length, by RoPE scaling")

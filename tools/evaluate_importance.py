@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from engine import LLM
 from engine.progress import Progress
@@ -71,17 +71,17 @@ def choose(scorer: Scorer) -> dict[str, Callable[[Sample], Tensor]]:
 
 
 def rows(
-    llm: LLM, scorer: Scorer, texts: dict[str, list[list[int]]], calibration: list[int] | None, blocks: int, count: int,
+    llm: LLM, scorer: Scorer, texts: dict[str, list[list[int]]], calibration: list[list[int]], blocks: int, count: int,
     predicted: Sequence[str] = COMPARED,
 ) -> dict[str, Any]:  # fmt: skip
-    """A row for each signal and text; texts: their windows, calibration: one, of tokens. Without calibration neither KL
+    """A row for each signal and text; texts, calibration: windows of tokens. Without calibration neither KL
     nor read-ahead, which is measured in the first window. predicted: the signals with KL, beside the trained one."""
     signals = choose(scorer)
     layers = layers_of(llm, count)
-    splits = _splits(llm, signals["trained"], calibration, layers, blocks) if calibration else {}
-    drift = evaluate_readahead.drifts(llm, calibration) if calibration else {}
+    split = _split(llm, signals["trained"], calibration, layers, blocks) if calibration else {}
+    drift = evaluate_readahead.drifts(llm, calibration[0]) if calibration else {}
     kept = {name: dict.fromkeys(layers, KEPT) for name in dict.fromkeys((*predicted, "trained"))}
-    kept |= {"nothing": dict.fromkeys(layers, 0.0)} | {f"trained, split {by}": split for by, split in splits.items()}
+    kept |= {"nothing": dict.fromkeys(layers, 0.0), "trained, split": split}
     found, ahead, kinds = [], [], []
     unknown = dict.fromkeys(("recall", "missed_mass", "avoidable", "missed_squares"))
     for text, windows in Progress(texts.items(), desc="Reading", unit="text", shown=True):
@@ -125,47 +125,28 @@ def rows(
         "rows": found,
         "profiles": kinds,
         "read_ahead": ahead,
-        "split": [{"split": by, **{str(layer): part for layer, part in split.items()}} for by, split in splits.items()],
+        "split": {str(layer): part for layer, part in split.items()},
     }
 
 
-def _splits(
-    llm: LLM, signal: Callable[[Sample], Tensor], window: list[int], layers: Sequence[int], blocks: int
-) -> dict[str, dict[int, float]]:
-    """What to keep in each layer, from other text, at the same bytes. By mass: in proportion to the attention that an
-    even split misses there. By error: token by token to the layer where it takes most off the sum of what the layers
-    lose, which is the squares of the shares of what is not chosen, in units that make it the KL of that layer alone at
-    the floor."""
-    starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
-    keys_values: list[tuple[Tensor, Tensor]] = []
-    samples = [x for x in record(llm, window, layers, starts, HORIZON, EVERY, keys_values) if x.layer is not None]
-    alone = {f"nothing, {i}": {layer: float(layer != i) for layer in layers} for i in layers}
-    kl = divergences(llm, window, starts, samples, dict.fromkeys(alone, signal), alone, keys_values)
-    lost, curves = {}, {}
-    grid = torch.arange(0, 401) / 1000  # fractions
-    for layer in layers:
-        mine = [x for x in samples if x.layer == layer]
-        lost[layer] = _mean(missed(signal(x), x.mass, KEPT) * float(x.mass.sum(1).mean()) for x in mine)
-        left = []
-        for x in mine:
-            best = signal(x).argsort(1, descending=True)
-            taken = pad(x.squares.gather(1, best).sum(0).cumsum(0), (1, 0))
-            left.append((taken[-1] - taken[(grid * best.shape[1]).long()]).double())
-        curve = torch.stack(left).mean(0)
-        curves[layer] = curve * (_mean(kl[f"nothing, {layer}"]) / float(curve[0]))
-    parts = {layer: max(value, 0.2 * _mean(lost.values())) for layer, value in lost.items()}  # some everywhere
-    mass = {layer: KEPT * len(layers) * part / sum(parts.values()) for layer, part in parts.items()}
-    steps = dict.fromkeys(layers, 10)  # some everywhere
-    while sum(steps.values()) < round(1000 * KEPT) * len(layers):
-        gains = {layer: _steepest(curves[layer], at) for layer, at in steps.items()}
-        steps[max(gains, key=lambda layer: gains[layer])] += 1
-    return {"by mass": mass, "by error": {layer: at / 1000 for layer, at in steps.items()}}
-
-
-def _steepest(curve: Tensor, at: int) -> float:
-    """The largest mean fall from there on over up to 20 steps."""
-    falls = curve[at] - curve[at + 1 : at + 21]
-    return float((falls / torch.arange(1, len(falls) + 1)).max()) if len(falls) else -math.inf
+def _split(
+    llm: LLM, signal: Callable[[Sample], Tensor], windows: list[list[int]], layers: Sequence[int], blocks: int
+) -> dict[int, float]:
+    """What to keep in each layer, at the bytes of an even split, from the KL that each costs alone with its share of
+    that. KL falls about as the cube root of what is kept, so the power 1 / (1 + 1/3) of it makes the sum least."""
+    kl: dict[str, list[float]] = defaultdict(list)
+    alone = {str(i): {layer: KEPT if layer == i else 1.0 for layer in layers} for i in layers}
+    for window in windows:
+        starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
+        keys_values: list[tuple[Tensor, Tensor]] = []
+        samples = record(llm, window, layers, starts, HORIZON, EVERY, keys_values)
+        tokens = [x for x in samples if x.layer is not None]
+        costs = divergences(llm, window, starts, tokens, dict.fromkeys(alone, signal), alone, keys_values)
+        for name, values in costs.items():
+            kl[name] += values
+    parts = {layer: _mean(kl[str(layer)]) ** 0.75 for layer in layers}
+    parts = {layer: max(part, 0.2 * _mean(parts.values())) for layer, part in parts.items()}  # some everywhere
+    return {layer: KEPT * len(layers) * part / sum(parts.values()) for layer, part in parts.items()}
 
 
 def divergences(
