@@ -42,6 +42,7 @@ from tools.evaluate_attention import (
     record,
 )
 
+Shares = dict[int, float] | dict[int, Tensor]  # of the old tokens of each layer, or of each of its KV heads
 KEPT, TRUTH, HORIZON, STEPS, EVERY = 0.05, 0.1, 512, 64, 16
 SINGLE = ("w64", "w256", "age-normalised", "cumulative", "recency", "key norm", "relevance", "attention")
 COMPARED = (*SINGLE, "random", "hand-weighted sum", "trained", "oracle", "oracle of squares")
@@ -80,7 +81,7 @@ def rows(
     layers = layers_of(llm, count)
     split = _split(llm, signals["trained"], calibration, layers, blocks) if calibration else {}
     drift = evaluate_readahead.drifts(llm, calibration[0]) if calibration else {}
-    kept = {name: dict.fromkeys(layers, KEPT) for name in dict.fromkeys((*predicted, "trained"))}
+    kept: dict[str, Shares] = {name: dict.fromkeys(layers, KEPT) for name in dict.fromkeys((*predicted, "trained"))}
     kept |= {"nothing": dict.fromkeys(layers, 0.0), "trained, split": split}
     found, ahead, kinds = [], [], []
     unknown = dict.fromkeys(("recall", "missed_mass", "avoidable", "missed_squares"))
@@ -125,33 +126,45 @@ def rows(
         "rows": found,
         "profiles": kinds,
         "read_ahead": ahead,
-        "split": {str(layer): part for layer, part in split.items()},
+        "split": {str(layer): part.tolist() for layer, part in split.items()},
     }
 
 
 def _split(
     llm: LLM, signal: Callable[[Sample], Tensor], windows: list[list[int]], layers: Sequence[int], blocks: int
-) -> dict[int, float]:
-    """What to keep in each layer, at the bytes of an even split, from the KL that each costs alone with its share of
-    that. KL falls about as the cube root of what is kept, so the power 1 / (1 + 1/3) of it makes the sum least."""
+) -> dict[int, Tensor]:
+    """What to keep in each layer, [Hkv], at the bytes of an even split. Of layers by the KL that each costs alone with
+    its even share, which falls about as the cube root of what is kept, so the power 1 / (1 + 1/3) of it makes the sum
+    least; of a layer's heads by the root of the squares that an even share misses there."""
     kl: dict[str, list[float]] = defaultdict(list)
-    alone = {str(i): {layer: KEPT if layer == i else 1.0 for layer in layers} for i in layers}
+    lost: dict[int, list[Tensor]] = defaultdict(list)
+    alone: dict[str, Shares] = {str(i): {layer: KEPT if layer == i else 1.0 for layer in layers} for i in layers}
     for window in windows:
         starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
         keys_values: list[tuple[Tensor, Tensor]] = []
         samples = record(llm, window, layers, starts, HORIZON, EVERY, keys_values)
         tokens = [x for x in samples if x.layer is not None]
+        for x in tokens:
+            assert x.layer is not None
+            lost[x.layer].append(x.squares.masked_fill(_highest(signal(x), KEPT), 0.0).sum(1))
         costs = divergences(llm, window, starts, tokens, dict.fromkeys(alone, signal), alone, keys_values)
         for name, values in costs.items():
             kl[name] += values
-    parts = {layer: _mean(kl[str(layer)]) ** 0.75 for layer in layers}
-    parts = {layer: max(part, 0.2 * _mean(parts.values())) for layer, part in parts.items()}  # some everywhere
-    return {layer: KEPT * len(layers) * part / sum(parts.values()) for layer, part in parts.items()}
+    roots = {layer: torch.stack(lost[layer]).mean(0).sqrt() for layer in layers}
+    parts = torch.stack([_mean(kl[str(layer)]) ** 0.75 * roots[layer] / roots[layer].mean() for layer in layers])
+    parts = parts.clamp_min(0.2 * float(parts.mean()))  # some everywhere
+    return dict(zip(layers, KEPT * parts / parts.mean(), strict=True))
+
+
+def _highest(scores: Tensor, fractions: float | Tensor) -> Tensor:
+    """Which of the scores [Hkv, n] are among so many of the highest of their head, bool; fractions: one, or [Hkv]."""
+    counts = torch.as_tensor(fractions).mul(scores.shape[1]).round().expand(len(scores))
+    return scores.argsort(1, descending=True).argsort(1) < counts[:, None]
 
 
 def divergences(
     llm: LLM, window: list[int], starts: list[int], samples: list[Sample],
-    signals: dict[str, Callable[[Sample], Tensor]], kept: dict[str, dict[int, float]],
+    signals: dict[str, Callable[[Sample], Tensor]], kept: dict[str, Shares],
     exact: list[tuple[Tensor, Tensor]],
 ) -> dict[str, list[float]]:  # fmt: skip
     """KL in nats a token, of each block behind the starts, by name in `kept`: the fraction kept in each layer."""
@@ -175,10 +188,8 @@ def divergences(
             sample = known[layer, start]
             masks = torch.ones(1 + len(kept), len(k), start, 1, dtype=torch.bool)  # first: all exact
             for mask, (name, fractions) in zip(masks[1:], kept.items(), strict=True):
-                count = round(fractions[layer] * (old.stop - old.start))
-                scores = signals[name.partition(", split")[0]](sample) if count else torch.zeros_like(sample.mass)
-                best = scores.topk(count, 1).indices
-                mask[:, old, 0] = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, best, True)
+                signal = signals.get(name.partition(", split")[0])  # none chooses nothing
+                mask[:, old, 0] = _highest(signal(sample) if signal else sample.mass, fractions[layer])
             new = [x.unflatten(1, (len(masks), STEPS)).transpose(0, 1) for x in (q, k, v)]
             old_k, old_v = (
                 torch.where(masks, x[:, :start], y[:, :start]) for x, y in zip(exact[layer], floor[layer], strict=True)
