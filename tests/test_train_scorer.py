@@ -11,7 +11,8 @@ from oracle.checkpoint import TEXT, make_checkpoint
 from engine import LLM, ConfigError, RequestError, SamplingParams
 from memory.importance import DEFAULT, PROFILES, AttentionRecord, Scorer, load_scorer
 from tools import evaluate, train_scorer
-from tools.evaluate_attention import missed, recalled, record
+from tools.evaluate_attention import causal, forward, missed, recalled, record
+from tools.evaluate_readahead import drifts, query
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,15 @@ def test_an_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(director
     assert torch.equal(load_scorer(out)[0].packed(), load_scorer(trained)[0].packed())
 
 
+def test_errors_are_squares_of_the_shares_and_are_learned(directory, capsys):
+    out = directory / "errors.safetensors"
+    assert train_scorer.main(arguments(directory, out, "--steps", 50, "--errors", "--json")) == 0
+    missed = json.loads(capsys.readouterr().out)["missed"]
+    assert missed["after"]["train"][0] < missed["before"]["train"][0]
+    assert train_scorer.main(arguments(directory, out, "--steps", 25, "--json")) == 0
+    assert missed["before"]["train"][0] != json.loads(capsys.readouterr().out)["missed"]["before"]["train"][0]
+
+
 def test_gradients_are_printed_and_one_that_does_not_flow_fails(directory, tmp_path, monkeypatch, capsys):
     out = tmp_path / "a"
     assert train_scorer.main(arguments(directory, out, "--check-gradients", "--json")) == 0
@@ -110,6 +120,12 @@ def test_the_soft_choice_keeps_so_many_and_becomes_the_hard_one():
     even = torch.ones(3, 200)
     for temperature in (0.01, 0.3, 3.0):
         assert float(train_scorer.soft_missed(scores, even, 0.1, temperature)) == pytest.approx(0.9, abs=1e-3)
+    # A head with ten times the attention counts ten times.
+    heavy = mass * torch.tensor([[10.0], [1], [1]])
+    lost = [1 - missed(scores[i : i + 1], mass[i : i + 1], 0.1) for i in range(3)]
+    weights = heavy.sum(1) / heavy.sum()
+    expected = 1 - sum(float(weight) * kept for weight, kept in zip(weights, lost, strict=True))
+    assert float(train_scorer.soft_missed(scores, heavy, 0.1, 1e-3)) == pytest.approx(expected, abs=0.01)
     # All scores higher changes nothing, so no gradient asks for it.
     shifted = scores.clone().requires_grad_()
     train_scorer.soft_missed(shifted, mass, 0.1, 0.3).backward()
@@ -125,7 +141,6 @@ def test_samples_are_what_the_model_attends_to(directory):
     window = llm.tokenizer.encode(TEXT * 3)[:512]
     seen = {}
     samples = record(llm, window, [1], [256], 64, 16, pairs := [])
-    from tools.evaluate_attention import causal, forward
 
     def attend(layer, q, k, v):
         seen[layer] = q, k
@@ -140,10 +155,12 @@ def test_samples_are_what_the_model_attends_to(directory):
             for i in range(512)
         ])
         for h in range(4)
-    ]).view(2, 2, 512, 512).mean(1)  # fmt: skip
+    ]).view(2, 2, 512, 512)  # fmt: skip
     tokens, pages = samples
+    squares, attention = attention.square().mean(1), attention.mean(1)
     kept = slice(4, 256 - 64)
     torch.testing.assert_close(tokens.mass, attention[:, 256:320, kept].sum(1) / 64, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(tokens.squares, squares[:, 256:320, kept].sum(1) / 64, rtol=1e-4, atol=1e-8)
     torch.testing.assert_close(tokens.signals["cumulative"], attention[:, 15:256:16, kept].sum(1), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(tokens.features[..., 0], attention[:, 255, kept] * 256, rtol=1e-3, atol=1e-4)
     assert tokens.ages.tolist() == list(range(251, 63, -1)) and pages.ages.tolist() == [128, 64]
@@ -155,6 +172,26 @@ def test_missed_and_recalled_by_hand():
     scores, mass = torch.tensor([[4.0, 3, 2, 1]]), torch.tensor([[1.0, 0, 5, 4]])
     assert missed(scores, mass, 0.5) == pytest.approx(0.9) and missed(mass, mass, 0.5) == pytest.approx(0.1)
     assert recalled(scores, mass, 0.5) == 0 and recalled(-scores, mass, 0.5) == 1
+
+
+def test_a_query_speculated_from_the_layers_own_residual_is_its_query(directory):
+    """And one from a layer before is another; the drift is what comes between, on average."""
+    llm = LLM(directory / "model", dtype="float32", threads=1, max_model_len=512)
+    window, heard, asked = llm.tokenizer.encode(TEXT * 3)[:256], [], {}
+
+    def attend(layer, q, k, v):
+        asked[layer] = q[:, 100:].clone()
+        return causal(q, k, v)
+
+    forward(llm, window, attend, hear=lambda residual: heard.append(residual.clone()))
+    assert len(heard) == 5, "before the first layer, after each attention and MLP"
+    torch.testing.assert_close(query(llm, 1, heard[2][100:], 100), asked[1])
+    assert not torch.allclose(query(llm, 1, heard[1][100:], 100), asked[1], atol=1e-2)
+    expected = {"after attention": (heard[2] - heard[1]).mean(0), "a layer ahead": (heard[2] - heard[0]).mean(0)}
+    drift = drifts(llm, window)
+    assert set(drift) == {(1, name) for name in expected}
+    for name, wanted in expected.items():
+        torch.testing.assert_close(drift[1, name], wanted, rtol=1e-4, atol=1e-5)
 
 
 # In the engine.
@@ -220,7 +257,8 @@ def test_evaluation(directory, trained, capsys):
     result = json.loads(capsys.readouterr().out)
     rows = {row["signal"]: row for row in result["rows"]}
     assert {"w64", "w256", "age-normalised", "cumulative", "recency", "key norm", "relevance", "attention", "random",
-            "hand-weighted sum", "trained", "trained, split", "oracle", "nothing"} == set(rows)  # fmt: skip
+            "hand-weighted sum", "trained", "trained, split", "oracle", "oracle of squares",
+            "nothing"} == set(rows)  # fmt: skip
     for name, row in rows.items():
         assert row["kl"] >= 0 and row["se"] >= 0 and row["text"] == text
         if row["recall"] is not None:
@@ -228,12 +266,46 @@ def test_evaluation(directory, trained, capsys):
     assert rows["oracle"]["recall"] == 1 and rows["oracle"]["avoidable"] == 0
     assert rows["trained"]["kl_above_trained"] == 0 < rows["nothing"]["kl"]
     assert [row["profile"] for row in result["profiles"]] == list(PROFILES)
-    (ahead,) = result["read_ahead"]
-    assert 0 < ahead["last"] <= 1 and 0 < ahead["trained"] <= 1
-    assert sum(result["split"].values()) == pytest.approx(0.05 * len(result["split"]))
+    ahead = {row["set"]: row for row in result["read_ahead"]}
+    for name, row in ahead.items():
+        assert all(0 <= row[column] <= 1 for column in ("covered", "exact", "new", "early", "late")), name
+        assert row["text"] == text and row["late"] <= 1 - row["covered"] + 1e-9
+    last = ahead["the last step's"]
+    assert last["early"] == 0 and last["covered"] + last["late"] == pytest.approx(1)
+    assert ahead["speculated after attention"]["covered"] > ahead["highest score"]["covered"] > 0
+    assert rows["oracle of squares"]["missed_squares"] <= rows["oracle"]["missed_squares"]
+    parts = torch.tensor(list(result["split"].values()))
+    assert parts.shape == (2, 2) and float(parts.mean()) == pytest.approx(0.05) and parts.min() > 0
     assert evaluate.main([*words, "--no-kl"]) == 0
     quick = {row["signal"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert quick["trained"]["missed_mass"] == rows["trained"]["missed_mass"] and "kl" not in quick["trained"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (["--windows", "9"], RequestError, "9 windows were asked for, it has [1-8]$"),
+        (["--signals", "luck"], ConfigError, "--signals: no luck; there are w64, "),
+    ],
+)
+def test_evaluation_says_what_there_is_not(directory, wrong, error, words):
+    text = str(directory / "text")
+    with pytest.raises(error, match=words):
+        evaluate.main(["importance", "--model", str(directory / "model"), "--text", text, "--calibrate", text,
+                       "--context", "1024", "--blocks", "2", "--dtype", "float32", *wrong])  # fmt: skip
+
+
+def test_windows_add_blocks_and_signals_leave_out(directory, trained, capsys):
+    text = str(directory / "text")
+    words = ["importance", "--model", str(directory / "model"), "--text", text, "--calibrate", text, "--scorer",
+             str(trained), "--context", "1024", "--blocks", "2", "--layers", "0", "--dtype", "float32", "--json",
+             "--signals", "attention"]  # fmt: skip
+    found = []
+    for count in ("1", "2"):
+        assert evaluate.main([*words, "--windows", count]) == 0
+        found.append({row["signal"]: row for row in json.loads(capsys.readouterr().out)["rows"]})
+    assert set(found[0]) == set(found[1]) == {"attention", "trained", "trained, split", "nothing"}
+    assert found[0]["nothing"]["kl"] != found[1]["nothing"]["kl"]
 
 
 def test_hand_weights_are_those_of_a_new_scorer():

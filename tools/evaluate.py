@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli import run
 from engine.config import EngineConfig
+from engine.errors import RequestError
 from engine.settings import parse_json_object
 from models.errors import ConfigError
 from models.files import read_object
@@ -73,18 +74,33 @@ def importance(args: argparse.Namespace) -> dict[str, Any]:
     if args.context % 256 or args.context < 512 + 64 * (args.blocks + 4):
         raise ConfigError(f"need --context in whole 256 tokens, {512 + 64 * (args.blocks + 4)} at least")
     args.score_from, args.tokens = 0, 1
-    base, (calibration,), about = _read(argparse.Namespace(**{**vars(args), "text": [args.calibrate]}))
     from memory.importance import DEFAULT, load_scorer
     from tools import evaluate_importance
 
-    assert base.tokenizer is not None
-    texts = {
-        name: evaluate_texts.windows([name], base.tokenizer, args.context, args.context, 0, 1)[0] for name in args.text
-    }
+    predicted = args.signals or evaluate_importance.COMPARED
+    if unknown := set(predicted) - set(evaluate_importance.COMPARED):
+        raise ConfigError(f"--signals: no {', '.join(unknown)}; there are {', '.join(evaluate_importance.COMPARED)}")
+    base, _, about = _read(args)
+
+    def cut(name: str, count: int) -> list[list[int]]:
+        assert base.tokenizer is not None
+        tokens = (args.context - 1) * count
+        windows = evaluate_texts.windows([name], base.tokenizer, args.context, args.context, 0, tokens)
+        if len(windows) < count:
+            raise RequestError(f"{name}: {count} windows were asked for, it has {len(windows)}")
+        return windows
+
+    calibration = [] if args.no_kl else [cut(name, 1)[0] for name in args.calibrate]
+    texts = {name: cut(name, args.windows) for name in args.text}
     scorer = load_scorer(Path(args.scorer or DEFAULT))[0]
-    windows = None if args.no_kl else calibration[: args.context]
-    measured = evaluate_importance.rows(base, scorer, texts, windows, args.blocks, args.layers)
-    return about | {"text": args.text, "calibrate": args.calibrate, "blocks": args.blocks, **measured}
+    measured = evaluate_importance.rows(base, scorer, texts, calibration, args.blocks, args.layers, predicted)
+    return about | {
+        "text": args.text,
+        "calibrate": args.calibrate,
+        "windows": args.windows,
+        "blocks": args.blocks,
+        **measured,
+    }
 
 
 def _ranked(args: argparse.Namespace) -> dict[str, Any]:
@@ -377,10 +393,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--scorer", metavar="FILE", help="instead of the one that ships")
     command.add_argument("--no-kl", action="store_true", help="recall and missed mass only, in a third of the time")
     command.add_argument("--layers", type=int, default=10, metavar="N", help="with tiers; the others are exact (10)")
+    command.add_argument("--signals", type=_names, metavar="NAME[,NAME]", help="to predict with (default: all)")
+    command.add_argument("--windows", type=_positive, default=1, metavar="N", help="of each text (1)")
     command.add_argument("--blocks", type=_positive, default=8, metavar="N", help="of 64 predicted tokens (8)")
     command.add_argument(
-        "--calibrate", default="../shared/data/wikitext2/wiki.valid.tokens.txt", metavar="FILE",
-        help="text by which the split over layers is made (default: %(default)s)",
+        "--calibrate", nargs="+", default=["../shared/data/wikitext2/wiki.valid.tokens.txt", "module:subprocess"],
+        metavar="FILE", help="a window of each makes the split over layers and the drift (default: %(default)s)",
     )  # fmt: skip
 
     command = add(context, "perplexity beyond the trained length, by RoPE scaling")

@@ -1,11 +1,12 @@
 """What signals of importance are worth: `python -m tools.evaluate importance`.
 
-Each text gives one window. At several points of it every signal chooses, in each layer and KV head, the 5 % of the old
-tokens that it holds to be important; from then on
+Each text gives some windows. At several points of each every signal chooses, in each layer and KV head, the 5 % of the
+old tokens that it holds to be important; from then on
 
     recall       how many of the 10 % that the next 512 queries attend to most are in a choice of 10 %
     missed_mass  the attention of these queries to old tokens that goes to what is not chosen
     avoidable    of it, what the oracle, which knows that attention, does not miss: the rest no choice can have
+    missed_squares  the same of the squares of the shares in each head, which is what errors of tokens add up by
     kl           of the predictions of the next 64 tokens, where all old tokens but the chosen have 2 bits (the round
                  trip of `kernels.reference`), to those of the exact cache: the same tokens for every signal
 
@@ -27,25 +28,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine import LLM
 from engine.progress import Progress
 from kernels import reference
-from memory.importance import PROFILES, AttentionRecord, Scorer, page_ages
+from memory.importance import PROFILES, Scorer
+from tools import evaluate_readahead
 from tools.evaluate_attention import (
-    PAGE,
     RECENT,
     SINKS,
-    WINDOW,
     Sample,
-    causal,
+    at_floor,
     forward,
     layers_of,
     missed,
     recalled,
     record,
-    shares,
 )
 
+Shares = dict[int, float] | dict[int, Tensor]  # of the old tokens of each layer, or of each of its KV heads
 KEPT, TRUTH, HORIZON, STEPS, EVERY = 0.05, 0.1, 512, 64, 16
 SINGLE = ("w64", "w256", "age-normalised", "cumulative", "recency", "key norm", "relevance", "attention")
-TERMS = ("relevance", "attention", "recency")  # of the sum, each alone; the decay ranks as recency does
+COMPARED = (*SINGLE, "random", "hand-weighted sum", "trained", "oracle", "oracle of squares")
 
 
 def choose(scorer: Scorer) -> dict[str, Callable[[Sample], Tensor]]:
@@ -67,32 +67,42 @@ def choose(scorer: Scorer) -> dict[str, Callable[[Sample], Tensor]]:
         "trained": scored(scorer),
         **{f"trained, {name}": scored(scorer, factors) for name, factors in PROFILES.items() if name != "default"},
         "oracle": lambda x: x.mass,
+        "oracle of squares": lambda x: x.squares,
     }
 
 
 def rows(
-    llm: LLM, scorer: Scorer, texts: dict[str, list[int]], calibration: list[int] | None, blocks: int, count: int
-) -> dict[str, Any]:
-    """A row for each signal and text; texts, calibration: one window of tokens each. Without calibration
-    neither KL nor read-ahead."""
+    llm: LLM, scorer: Scorer, texts: dict[str, list[list[int]]], calibration: list[list[int]], blocks: int, count: int,
+    predicted: Sequence[str] = COMPARED,
+) -> dict[str, Any]:  # fmt: skip
+    """A row for each signal and text; texts, calibration: windows of tokens. Without calibration neither KL
+    nor read-ahead, which is measured in the first window. predicted: the signals with KL, beside the trained one."""
     signals = choose(scorer)
     layers = layers_of(llm, count)
-    split = _split(llm, signals["trained"], calibration, layers) if calibration else {}
-    kept = {name: dict.fromkeys(layers, KEPT) for name in (*SINGLE, "random", "hand-weighted sum", "trained", "oracle")}
+    split = _split(llm, signals["trained"], calibration, layers, blocks) if calibration else {}
+    drift = evaluate_readahead.drifts(llm, calibration[0]) if calibration else {}
+    kept: dict[str, Shares] = {name: dict.fromkeys(layers, KEPT) for name in dict.fromkeys((*predicted, "trained"))}
     kept |= {"nothing": dict.fromkeys(layers, 0.0), "trained, split": split}
     found, ahead, kinds = [], [], []
-    unknown = dict.fromkeys(("recall", "missed_mass", "avoidable"))
-    for text, window in Progress(texts.items(), desc="Reading", unit="text", shown=True):
-        starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
-        keys_values: list[tuple[Tensor, Tensor]] = []
-        samples = record(llm, window, layers, starts, HORIZON, EVERY, keys_values)
-        tokens = [x for x in samples if x.layer is not None]
+    unknown = dict.fromkeys(("recall", "missed_mass", "avoidable", "missed_squares"))
+    for text, windows in Progress(texts.items(), desc="Reading", unit="text", shown=True):
+        tokens: list[Sample] = []
+        kl: dict[str, list[float]] = defaultdict(list)
+        for window in windows:
+            starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
+            keys_values: list[tuple[Tensor, Tensor]] = []
+            samples = record(llm, window, layers, starts, HORIZON, EVERY, keys_values)
+            tokens += (new := [x for x in samples if x.layer is not None])
+            if calibration:
+                for name, values in divergences(llm, window, starts, new, signals, kept, keys_values).items():
+                    kl[name] += values
         least = _mean(missed(x.mass, x.mass, KEPT) for x in tokens)
         measured = {
             name: {
                 "recall": _mean(recalled(signal(x), x.mass, TRUTH) for x in tokens),
                 "missed_mass": (mass := _mean(missed(signal(x), x.mass, KEPT) for x in tokens)),
                 "avoidable": mass - least,
+                "missed_squares": _mean(missed(signal(x), x.squares, KEPT) for x in tokens),
             }
             for name, signal in signals.items()
         }
@@ -103,7 +113,6 @@ def rows(
         if not calibration:
             found += [{"signal": name, "text": text, **values} for name, values in measured.items()]
             continue
-        kl = divergences(llm, window, starts, tokens, signals, kept, keys_values)
         for name in kept:
             blocked, best = np.array(kl[name]), np.array(kl["trained"])
             found.append({
@@ -111,31 +120,56 @@ def rows(
                  "kl": blocked.mean(), "se": _error(blocked),
                 "kl_above_trained": (blocked - best).mean(), "its_se": _error(blocked - best),
             })  # fmt: skip
-        ahead.append({"text": text, **read_ahead(llm, window, signals)})
+        two = {"attention term": signals["attention"], "score": signals["trained"]}
+        ahead += [{"text": text, **row} for row in evaluate_readahead.rows(llm, windows[0], drift, KEPT, two)]
     return {
         "rows": found,
         "profiles": kinds,
         "read_ahead": ahead,
-        "split": {str(layer): part for layer, part in split.items()},
+        "split": {str(layer): part.tolist() for layer, part in split.items()},
     }
 
 
-def _split(llm: LLM, signal: Callable[[Sample], Tensor], window: list[int], layers: Sequence[int]) -> dict[int, float]:
-    """What to keep in each layer: in proportion to the attention that an even split misses there, at the same bytes."""
-    samples = record(llm, window, layers, [len(window) - HORIZON], HORIZON, EVERY)
-    lost = [missed(signal(x), x.mass, KEPT) * float(x.mass.sum(1).mean()) for x in samples if x.layer is not None]
-    parts = [max(value, 0.2 * sum(lost) / len(lost)) for value in lost]  # a layer that misses nothing keeps some too
-    return {layer: KEPT * len(parts) * part / sum(parts) for layer, part in zip(layers, parts, strict=True)}
+def _split(
+    llm: LLM, signal: Callable[[Sample], Tensor], windows: list[list[int]], layers: Sequence[int], blocks: int
+) -> dict[int, Tensor]:
+    """What to keep in each layer, [Hkv], at the bytes of an even split. Of layers by the KL that each costs alone with
+    its even share, which falls about as the cube root of what is kept, so the power 1 / (1 + 1/3) of it makes the sum
+    least; of a layer's heads by the root of the squares that an even share misses there."""
+    kl: dict[str, list[float]] = defaultdict(list)
+    lost: dict[int, list[Tensor]] = defaultdict(list)
+    alone: dict[str, Shares] = {str(i): {layer: KEPT if layer == i else 1.0 for layer in layers} for i in layers}
+    for window in windows:
+        starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
+        keys_values: list[tuple[Tensor, Tensor]] = []
+        samples = record(llm, window, layers, starts, HORIZON, EVERY, keys_values)
+        tokens = [x for x in samples if x.layer is not None]
+        for x in tokens:
+            assert x.layer is not None
+            lost[x.layer].append(x.squares.masked_fill(_highest(signal(x), KEPT), 0.0).sum(1))
+        costs = divergences(llm, window, starts, tokens, dict.fromkeys(alone, signal), alone, keys_values)
+        for name, values in costs.items():
+            kl[name] += values
+    roots = {layer: torch.stack(lost[layer]).mean(0).sqrt() for layer in layers}
+    parts = torch.stack([_mean(kl[str(layer)]) ** 0.75 * roots[layer] / roots[layer].mean() for layer in layers])
+    parts = parts.clamp_min(0.2 * float(parts.mean()))  # some everywhere
+    return dict(zip(layers, KEPT * parts / parts.mean(), strict=True))
+
+
+def _highest(scores: Tensor, fractions: float | Tensor) -> Tensor:
+    """Which of the scores [Hkv, n] are among so many of the highest of their head, bool; fractions: one, or [Hkv]."""
+    counts = torch.as_tensor(fractions).mul(scores.shape[1]).round().expand(len(scores))
+    return scores.argsort(1, descending=True).argsort(1) < counts[:, None]
 
 
 def divergences(
     llm: LLM, window: list[int], starts: list[int], samples: list[Sample],
-    signals: dict[str, Callable[[Sample], Tensor]], kept: dict[str, dict[int, float]],
+    signals: dict[str, Callable[[Sample], Tensor]], kept: dict[str, Shares],
     exact: list[tuple[Tensor, Tensor]],
 ) -> dict[str, list[float]]:  # fmt: skip
     """KL in nats a token, of each block behind the starts, by name in `kept`: the fraction kept in each layer."""
     layers = {x.layer for x in samples}
-    floor = [tuple(_floor(x, is_key) for x, is_key in zip(pair, (True, False), strict=True)) for pair in exact]
+    floor = [tuple(at_floor(x, is_key) for x, is_key in zip(pair, (True, False), strict=True)) for pair in exact]
     known = {(x.layer, x.start): x for x in samples}
     kl = defaultdict(list)
     for start in Progress(starts, desc="Predicting", unit="block", shown=True):
@@ -154,10 +188,8 @@ def divergences(
             sample = known[layer, start]
             masks = torch.ones(1 + len(kept), len(k), start, 1, dtype=torch.bool)  # first: all exact
             for mask, (name, fractions) in zip(masks[1:], kept.items(), strict=True):
-                count = round(fractions[layer] * (old.stop - old.start))
-                scores = torch.zeros_like(sample.mass) if not count else signals[name.partition(", split")[0]](sample)
-                best = scores.topk(count, 1).indices
-                mask[:, old, 0] = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, best, True)
+                signal = signals.get(name.partition(", split")[0])  # none chooses nothing
+                mask[:, old, 0] = _highest(signal(sample) if signal else sample.mass, fractions[layer])
             new = [x.unflatten(1, (len(masks), STEPS)).transpose(0, 1) for x in (q, k, v)]
             old_k, old_v = (
                 torch.where(masks, x[:, :start], y[:, :start]) for x, y in zip(exact[layer], floor[layer], strict=True)
@@ -176,61 +208,6 @@ def divergences(
             for name, other in zip(kept, log_p[1:], strict=True):
                 kl[name].append(float((log_p[0].exp() * (log_p[0] - other)).sum(-1).mean()))
     return kl
-
-
-def _floor(x: Tensor, is_key: bool) -> Tensor:
-    """K or V [Hkv, T, D] with 2 bits, as pages."""
-    pages = x.unflatten(1, (-1, PAGE)).flatten(0, 1)
-    back = reference.decompress(*reference.compress(pages, 2, is_key), 2, is_key, x[:, :PAGE])
-    return back.view_as(x)
-
-
-def read_ahead(llm: LLM, window: list[int], signals: dict[str, Callable[[Sample], Tensor]]) -> dict[str, Any]:
-    """Of the 5 % that a query attends to most, in each KV head, how many were in the set of the query before; and in a
-    set of the same size that a signal foretells from the queries before, all of which were observed. Also how many of
-    a set have to be read, because they were not in the one before."""
-    layers = layers_of(llm, 5)
-    first, steps, hits = len(window) - 128, 64, defaultdict(list)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if layer in layers:
-            begun = first - 192
-            seen = shares(q[:, begun : first + steps], k, begun)
-            attention = AttentionRecord()
-            before: dict[str, Tensor] = {}
-            for i, row in enumerate(seen.unbind(1)):
-                length = begun + i  # of what is there when the query comes
-                old = slice(SINKS, length - RECENT)
-                if length >= first:
-                    size = round(KEPT * (old.stop - old.start))
-                    ages = torch.from_numpy(page_ages(length, 1, length)).float()[old]
-                    features = torch.from_numpy(attention.features(length))[:, old]
-                    sample = Sample(layer, length, features, ages, row[:, old], {})
-                    truth = _set(row[:, old], size)
-                    sets = {
-                        "trained": _set(signals["trained"](sample), size),
-                        "attention": _set(features[..., 1], size),
-                    }
-                    sets |= {"last": before["truth"]} if before else {}
-                    for name, chosen in sets.items():
-                        hits[name].append(_overlap(chosen, truth))
-                        if name in before:
-                            hits[f"{name}, new"].append(1 - _overlap(before[name], chosen))
-                    before = sets | {"truth": truth}
-                lifts = (row[:, : length + 1] * (length + 1)).numpy()
-                attention.observe(lifts, page_ages(length + 1, 1, length + 1), length + 1, WINDOW)
-        return causal(q, k, v)
-
-    forward(llm, window, attend)
-    return {name: sum(values) / len(values) for name, values in hits.items()}
-
-
-def _set(scores: Tensor, size: int) -> Tensor:
-    return scores.topk(size, 1).indices
-
-
-def _overlap(chosen: Tensor, truth: Tensor) -> float:
-    return float(np.mean([np.isin(b, a).mean() for a, b in zip(chosen.numpy(), truth.numpy(), strict=True)]))
 
 
 def _mean(values: Any) -> float:

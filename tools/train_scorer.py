@@ -3,10 +3,11 @@
     text --> windows --> the model, attention recorded (evaluate_attention.py) --> samples: what was known, what came
     samples --> scores --> soft choice of the best 5 % --> the attention that it misses --> gradients
 
-The loss is the attention of the next `--horizon` queries that goes to what is not kept, over all that
-goes to what could be. The choice is soft: sigmoid((score - threshold) / temperature), where the threshold is such that
-so many are kept, and moves with the scores; the temperature falls. Training stops where the choice on held-out text no
-longer gets better, and what was best there is kept. With `--resume` it goes on from the checkpoint beside `--out`.
+The loss is the attention of the next `--horizon` queries that goes to what is not kept, over all that goes to what
+could be; with `--errors` the squares of it. The choice is soft: sigmoid((score - threshold) / temperature), where the
+threshold is such that so many are kept, and moves with the scores; the temperature falls. Training stops where the
+choice on held-out text no longer gets better, and what was best there is kept. With `--resume` it goes on from the
+checkpoint beside `--out`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 HELD_OUT = "held-out"
 _PAGES_KEPT = 0.25  # of pages, which are few and alike
+_PARTS = ("features", "ages", "mass", "squares")  # of a sample, as it is written
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,7 +55,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pages", action="store_true", help="of the samples those of pages alone, which the engine ranks"
     )
-    parser.add_argument("--squared", action="store_true", help="weigh the attention that is missed by its square")
+    weigh = parser.add_mutually_exclusive_group()
+    weigh.add_argument("--squared", action="store_true", help="weigh the attention that is missed by its square")
+    weigh.add_argument(
+        "--errors",
+        action="store_true",
+        help="miss squares of the shares in each head, which errors of tokens add up by",
+    )
     parser.add_argument(
         "--decay-share", type=float, metavar="FRACTION",
         help="that beta has of the weights in the end: what was attended to says little of new pages",
@@ -91,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         samples = {kind: [x for x in group if x.layer is None] for kind, group in samples.items()}
     if args.squared:
         samples = {kind: [replace(x, mass=x.mass.square()) for x in group] for kind, group in samples.items()}
+    if args.errors:
+        samples = {kind: [replace(x, mass=x.squares) for x in group] for kind, group in samples.items()}
     scorer = Scorer()
     _standardise(scorer, samples["train"])
     gradients = check_gradients(scorer, samples["train"], args.keep)
@@ -167,7 +177,7 @@ def _write_samples(samples: dict[str, list[Sample]], path: Path) -> None:
     for kind, rows in samples.items():
         for i, x in enumerate(rows):
             name = f"{kind} {i} {-1 if x.layer is None else x.layer} {x.start}"
-            tensors |= {f"{name} {part}": getattr(x, part).contiguous() for part in ("features", "ages", "mass")}
+            tensors |= {f"{name} {part}": getattr(x, part).contiguous() for part in _PARTS}
     save_file(tensors, path)
 
 
@@ -181,11 +191,9 @@ def _read_samples(path: Path) -> dict[str, list[Sample]]:
     for name in tensors:
         kind, number, layer, start, part = name.split()
         if part == "mass":
-            features, ages, mass = (
-                tensors[f"{kind} {number} {layer} {start} {x}"] for x in ("features", "ages", "mass")
-            )
+            parts = {x: tensors[f"{kind} {number} {layer} {start} {x}"] for x in _PARTS}
             of = None if layer == "-1" else int(layer)
-            found[kind][int(number)] = Sample(of, int(start), features, ages, mass, {})
+            found[kind][int(number)] = Sample(of, int(start), **parts, signals={})
     return {kind: [rows[i] for i in sorted(rows)] for kind, rows in found.items()}
 
 
@@ -207,8 +215,8 @@ def _standardise(scorer: Scorer, samples: list[Sample]) -> None:
 
 
 def soft_missed(scores: Tensor, mass: Tensor, fraction: float, temperature: float) -> Tensor:
-    """The share of the mass [heads, n] that a soft choice of the `fraction` with the highest scores leaves out; the
-    temperature is in standard deviations of the scores."""
+    """The share of the mass [heads, n] that a soft choice of the `fraction` with the highest scores of each head leaves
+    out, of all heads together: what is lost adds up. The temperature is in standard deviations of the scores."""
     import torch
 
     count = max(1.0, fraction * scores.shape[1])
@@ -224,7 +232,7 @@ def soft_missed(scores: Tensor, mass: Tensor, fraction: float, temperature: floa
         slope /= slope.sum(1, keepdim=True).clamp_min(1e-12)
     moving = (slope * logits).sum(1, keepdim=True)  # the threshold's own derivative: so many stay kept
     kept = torch.sigmoid(logits - middle - moving + moving.detach())
-    return 1 - ((kept * mass).sum(1) / mass.sum(1).clamp_min(1e-12)).mean()
+    return 1 - (kept * mass).sum() / mass.sum().clamp_min(1e-12)
 
 
 def loss_of(scorer: Scorer, sample: Sample, fraction: float, temperature: float) -> Tensor:
