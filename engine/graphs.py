@@ -65,6 +65,10 @@ class Graphs:
         replay()
         return outputs
 
+    def clear(self) -> None:
+        """Let go of all graphs, and of the memory that they hold."""
+        self._graphs.clear()
+
     def _add(self, key: Any, inputs: list[Tensor], run: Callable[[], Outputs]) -> bool:
         """Record the step, if it is time to; says whether there is a graph now."""
         if self._record is None or self._recent.count(key) < EAGER_STEPS:
@@ -75,7 +79,7 @@ class Graphs:
         except RuntimeError as error:
             log.warning("--cuda-graphs: recording failed, so each step is launched kernel by kernel: %s", error)
             self._record = None
-            self._graphs.clear()
+            self.clear()
             return False
         if len(self._graphs) > MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]

@@ -50,6 +50,9 @@ class Spy:
         self.observed = self.recalled = 0  # replayed steps in which attention is measured, and in which copies are read
         self.formats = set()
 
+    def clear(self):
+        self.graphs.clear()
+
     def __call__(self, compute, tokens, plan, counts, observed):
         spoil(plan)
         formats, recall = tuple(warm.bits for warm in plan.warm), plan.recall

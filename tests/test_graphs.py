@@ -128,6 +128,26 @@ def test_where_recording_fails_it_is_said_once_and_all_goes_on(directory, exact,
         next(iter(llm._runner.graphs.graphs._graphs))
 
 
+def out_of_memory(schedule):
+    raise torch.OutOfMemoryError("injected")
+
+
+def test_a_step_out_of_memory_lets_go_of_the_graphs(directory, monkeypatch):
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    (wanted,) = load(directory).generate([prompt(20, 0)], params, use_tqdm=False)
+    llm, ids = load(directory, Recorder()), []
+    llm.add_request(prompt(20, 0), params)
+    for step in range(60):
+        if step == 20:
+            assert llm._runner.graphs.graphs._graphs
+            with monkeypatch.context() as patch:
+                patch.setattr(llm._runner, "forward", out_of_memory)
+                assert llm.step() == []
+            assert not llm._runner.graphs.graphs._graphs
+        ids = [output.token_ids for output in llm.step()] or ids
+    assert ids == [wanted.token_ids]
+
+
 def test_keys_are_few(directory):
     """Of one text: for exact pages and for each format as many as its table doubles, with and without measuring."""
     llm = load(directory, Recorder(), **TIERS)
