@@ -1,8 +1,9 @@
 """Writes a checkpoint with quantised weights: `python -m tools.quantize MODEL OUTDIR --quantization int8|int4`.
 
 Loading it gives the bits that quantising on load does, as fast as it is read; with --text, int4 loses less (see
-tools/quantize_gptq.py). Tensor by tensor: no more than one of the source is held; but, with a text, all of it. OUTDIR
-is complete or absent afterwards, also when the command is interrupted. Its path goes to stdout.
+tools/quantize_gptq.py). Tensor by tensor: no more than one of the source is held; with a text, a layer of it, all codes
+and the text's hidden states. OUTDIR is complete or absent afterwards, also when the command is interrupted. Its path
+goes to stdout.
 
     config.json             with "quantization_config": {"quant_method": "isotherm", "bits": 4, "group_size": 128}
     NAME.weight             the codes of `kernels.ops.QuantizedWeight`: I8 [out, in], or U8 [out, in / 2]
@@ -41,7 +42,7 @@ from tools.convert_writer import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.ops import Weight
+    from kernels.ops import QuantizedWeight, Weight
     from models.checkpoint import TensorInfo
 
 TOKENS = 12_288  # of a text that int4 is fitted to
@@ -73,12 +74,7 @@ def quantize(
 
     weights = LlamaWeights(replace(config, quantization=wanted))
     check_fit(weights, tensors)
-    moments: dict[str, Tensor] = {}
-    if texts:
-        from tools import evaluate_texts, quantize_gptq
-
-        words = [evaluate_texts.read_text(text) for text in texts]
-        moments = quantize_gptq.moments(str(source), words, tokens)
+    fitted = _fit(source, config, wanted.group, tensors, texts, tokens, progress) if texts else {}
     said: dict[str, Any] = {"quant_method": METHOD, "bits": wanted.bits}
     raw["quantization_config"] = said | ({"group_size": wanted.group} if wanted.group else {})
     with new_folder(target, weights.nbytes(4) + (64 << 20)) as folder:
@@ -87,13 +83,39 @@ def quantize(
                 if file.name not in ("config.json", "model.safetensors.index.json"):
                     with opened(file) as content, (folder / file.name).open("wb") as copy:
                         shutil.copyfileobj(content, copy)
-        _write(folder, weights, tensors, moments, shard_bytes, progress)
+        _write(folder, weights, tensors, fitted, shard_bytes, progress)
         write_json(folder / "config.json", raw)
     return target
 
 
+def _fit(
+    source: Path, config: LlamaConfig, group: int, tensors: dict[str, TensorInfo], texts: Sequence[str], tokens: int,
+    progress: bool,
+) -> dict[str, QuantizedWeight]:  # fmt: skip
+    """The layers' weights, fitted to the texts."""
+    import torch
+
+    from engine.progress import Progress
+    from engine.tokenizer import load_tokenizer
+    from tools import evaluate_texts, quantize_gptq
+
+    words = [evaluate_texts.read_text(text)[: 16 * tokens] for text in texts]
+    for name, text in zip(texts, words, strict=True):
+        if not text:
+            raise ConfigError(f"--text {name} is empty, and cannot be fitted to")
+    ids = map(load_tokenizer(source, config.vocab_size).encode, words)
+    windows = quantize_gptq.windows(list(ids), tokens, config.context_length)
+
+    def read(name: str) -> Tensor | None:
+        return _read(name, tensors) if name in tensors else None
+
+    maps = config.num_layers * len(quantize_gptq.MAPS)
+    with torch.inference_mode(), Progress(total=maps, desc="Fitting", unit="map", shown=progress) as bar:
+        return quantize_gptq.quantize(read, config, group, windows, bar.update)
+
+
 def _write(
-    folder: Path, weights: dict[str, Weight], tensors: dict[str, TensorInfo], moments: dict[str, Tensor],
+    folder: Path, weights: dict[str, Weight], tensors: dict[str, TensorInfo], fitted: dict[str, QuantizedWeight],
     shard_bytes: int, progress: bool,
 ) -> None:  # fmt: skip
     from engine.progress import Progress
@@ -116,7 +138,7 @@ def _write(
     with Progress(total=len(order), desc="Quantising", unit="tensor", shown=progress) as bar:
         for number, (shard, some) in enumerate(zip(shards, names, strict=True), 1):
             file = file_name(number, len(shards))
-            write_safetensors(folder / file, shard, _values(some, weights, tensors, moments, bar))
+            write_safetensors(folder / file, shard, _values(some, weights, tensors, fitted, bar))
             weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -136,29 +158,29 @@ def _entry(name: str, weight: Weight, info: TensorInfo) -> dict[str, tuple[str, 
     return {key: (kinds[0], shape, size) for (key, (shape, kinds)), size in zip(parts, sizes, strict=True)}
 
 
+def _read(name: str, tensors: dict[str, TensorInfo]) -> Tensor:
+    from models.loader import read_tensor
+
+    tensor = read_tensor(tensors[name])
+    if not finite(tensor):
+        raise ModelFormatError(f"{tensors[name].file}: {name} has values that are NaN or infinite")
+    return tensor
+
+
 def _values(
-    names: list[str], weights: dict[str, Weight], tensors: dict[str, TensorInfo], moments: dict[str, Tensor], bar: Any
-) -> Iterator[Tensor]:
+    names: list[str], weights: dict[str, Weight], tensors: dict[str, TensorInfo],
+    fitted: dict[str, QuantizedWeight], bar: Any,
+) -> Iterator[Tensor]:  # fmt: skip
     import torch
 
     from kernels import reference_linear
-    from models.loader import read_tensor
 
     for name in names:
-        tensor, weight = read_tensor(tensors[name]), weights[name]
-        if not finite(tensor):
-            raise ModelFormatError(f"{tensors[name].file}: {name} has values that are NaN or infinite")
+        weight = weights[name]
         if isinstance(weight, torch.Tensor):
-            yield tensor
-            del tensor  # before the next one is read
+            yield _read(name, tensors)
         else:
-            if name in moments:
-                from tools import quantize_gptq
-
-                codes = quantize_gptq.quantize(tensor, weight.group, moments[name])
-            else:
-                codes = reference_linear.quantize(tensor, weight.bits, weight.group)
-            del tensor
+            codes = fitted.get(name) or reference_linear.quantize(_read(name, tensors), weight.bits, weight.group)
             yield from (part for part in codes[:3] if part is not None)
         bar.update()
 
