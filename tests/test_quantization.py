@@ -153,10 +153,10 @@ def divergence(path, base, ids):
     return float((exact.exp() * (exact - other)).sum(-1).mean())
 
 
-def fit_to(source, out, text, group, tokens=512):
+def fit_to(source, out, text, group, tokens=512, steps=0):
     file = out.parent / "text.txt"
     file.write_text(text)
-    return tool.quantize(str(source), str(out), "int4", group, texts=[str(file)], tokens=tokens)
+    return tool.quantize(str(source), str(out), "int4", group, texts=[str(file)], tokens=tokens, steps=steps)
 
 
 @pytest.mark.parametrize("group", [32, 128])
@@ -178,10 +178,26 @@ def test_a_trained_model_loses_less_on_its_own_kind_of_text(tmp_path):
     told = json.loads((STORIES / "expected_greedy.json").read_text())
     llm = LLM(STORIES, threads=1, dtype="float32", seed=0)
     stories = llm.generate([[1]] * 12, SamplingParams(max_tokens=128), use_tqdm=False)
-    fitted = fit_to(STORIES, tmp_path / "fitted", "\n".join(story.text for story in stories), 64, 2048)
+    text = "\n".join(story.text for story in stories)
+    fitted = fit_to(STORIES, tmp_path / "fitted", text, 64, 2048)
+    tuned = fit_to(STORIES, tmp_path / "tuned", text, 64, 2048, steps=16)
     plain = tool.quantize(str(STORIES), str(tmp_path / "plain"), "int4", 64)
     unseen = told["prompt_ids"] + told["greedy_ids"]
     assert divergence(fitted, STORIES, unseen) < 0.8 * divergence(plain, STORIES, unseen)
+    assert divergence(tuned, STORIES, unseen) < 0.98 * divergence(fitted, STORIES, unseen)
+
+
+def test_tuning_changes_scales_zeros_and_norms_alone_and_the_same_each_time(directory, tmp_path):
+    words = [("fitted", 0), ("tuned", 16), ("again", 16)]
+    fitted, tuned, again = (fit_to(directory, tmp_path / name, WORDS, 32, steps=steps) for name, steps in words)
+    before, after, twice = (load_file(out / "model.safetensors") for out in (fitted, tuned, again))
+    assert all(torch.equal(twice[name], tensor) for name, tensor in after.items())
+    changed = {name for name, tensor in after.items() if not torch.equal(before[name], tensor)}
+    assert all("layers" in name or "norm" in name for name in changed)
+    assert {name.split("_")[-1].split(".")[-1] for name in changed} == {"scale", "zero", "weight"}
+    assert all("norm" in name for name in changed if name.endswith(".weight"))
+    ids = LLM(directory, threads=1).tokenizer.encode(WORDS)[:256]
+    assert divergence(tuned, directory, ids) < divergence(fitted, directory, ids)
 
 
 def test_a_group_that_is_constant_and_inputs_that_are_never_used_are_fitted(tmp_path):
@@ -199,17 +215,20 @@ def test_a_group_that_is_constant_and_inputs_that_are_never_used_are_fitted(tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "tokens", "words"),
+    ("name", "text", "settings", "words"),
     [
-        ("int8", WORDS, 512, "--text is for int4, and --quantization is int8"),
-        ("int4", WORDS, 100, "--tokens must be 128 or more to fit to, got 100"),
-        ("int4", "", 512, "text.txt is empty, and cannot be fitted to"),
+        ("int8", WORDS, {}, "--text is for int4, and --quantization is int8"),
+        ("int4", WORDS, {"tokens": 100}, "--tokens must be 128 or more to fit to, got 100"),
+        ("int4", "", {}, "text.txt is empty, and cannot be fitted to"),
+        ("int4", WORDS, {"steps": -1}, "--steps must be 0 or more, and above 0 needs --text, got -1"),
+        ("int4", None, {"steps": 5}, "--steps must be 0 or more, and above 0 needs --text, got 5"),
     ],
 )
-def test_texts_that_are_refused(directory, tmp_path, name, text, tokens, words):
-    (tmp_path / "text.txt").write_text(text)
+def test_texts_that_are_refused(directory, tmp_path, name, text, settings, words):
+    (tmp_path / "text.txt").write_text(text or "")
+    texts = [] if text is None else [str(tmp_path / "text.txt")]
     with pytest.raises(ConfigError, match=words):
-        tool.quantize(str(directory), str(tmp_path / "out"), name, texts=[str(tmp_path / "text.txt")], tokens=tokens)
+        tool.quantize(str(directory), str(tmp_path / "out"), name, texts=texts, **settings)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,9 +1,9 @@
 """Writes a checkpoint with quantised weights: `python -m tools.quantize MODEL OUTDIR --quantization int8|int4`.
 
 Loading it gives the bits that quantising on load does, as fast as it is read; with --text, int4 loses less (see
-tools/quantize_gptq.py). Tensor by tensor: no more than one of the source is held; with a text, a layer of it, all codes
-and the text's hidden states. OUTDIR is complete or absent afterwards, also when the command is interrupted. Its path
-goes to stdout.
+tools/quantize_gptq.py), and with --steps still less (tools/quantize_tuned.py). Tensor by tensor: no more than one of
+the source is held; with a text, a layer of it, all codes and the text's hidden states; with steps, all of it. OUTDIR is
+complete or absent afterwards, also when the command is interrupted. Its path goes to stdout.
 
     config.json             with "quantization_config": {"quant_method": "isotherm", "bits": 4, "group_size": 128}
     NAME.weight             the codes of `kernels.ops.QuantizedWeight`: I8 [out, in], or U8 [out, in / 2]
@@ -51,7 +51,7 @@ _OTHERS = ("*.json", "*.model", "*.txt", "*.jinja")  # files that belong to a ch
 
 def quantize(
     model: str, outdir: str, quantization: str, group: int | None = None, shard_bytes: int = SHARD_BYTES,
-    progress: bool = False, texts: Sequence[str] = (), tokens: int = TOKENS,
+    progress: bool = False, texts: Sequence[str] = (), tokens: int = TOKENS, steps: int = 0,
 ) -> Path:  # fmt: skip
     """Write the checkpoint and return its folder. Raises ConfigError, ModelFormatError, ConvertError, OSError."""
     source, target = resolve(model), Path(os.path.realpath(Path(outdir).expanduser()))
@@ -60,6 +60,8 @@ def quantize(
     config = LlamaConfig.from_dict(raw)
     if config.quantization is not None:
         raise ConfigError(f"{source}: the weights are {config.quantization} already; quantise what they were made from")
+    if steps < 0 or (steps and not texts):
+        raise ConfigError(f"--steps must be 0 or more, and above 0 needs --text, got {steps}")
     if tokens < 128:
         raise ConfigError(f"--tokens must be 128 or more to fit to, got {tokens}")
     if group is not None and quantization != "int4":
@@ -74,7 +76,7 @@ def quantize(
 
     weights = LlamaWeights(replace(config, quantization=wanted))
     check_fit(weights, tensors)
-    fitted = _fit(source, config, wanted.group, tensors, texts, tokens, progress) if texts else {}
+    fitted = _fit(source, config, wanted.group, tensors, texts, tokens, steps, progress) if texts else {}
     said: dict[str, Any] = {"quant_method": METHOD, "bits": wanted.bits}
     raw["quantization_config"] = said | ({"group_size": wanted.group} if wanted.group else {})
     with new_folder(target, weights.nbytes(4) + (64 << 20)) as folder:
@@ -90,14 +92,14 @@ def quantize(
 
 def _fit(
     source: Path, config: LlamaConfig, group: int, tensors: dict[str, TensorInfo], texts: Sequence[str], tokens: int,
-    progress: bool,
-) -> dict[str, QuantizedWeight]:  # fmt: skip
-    """The layers' weights, fitted to the texts."""
+    steps: int, progress: bool,
+) -> dict[str, QuantizedWeight | Tensor]:  # fmt: skip
+    """The layers' weights, fitted to the texts, and if these are tuned in steps, the norms as well."""
     import torch
 
     from engine.progress import Progress
     from engine.tokenizer import load_tokenizer
-    from tools import evaluate_texts, quantize_gptq
+    from tools import evaluate_texts, quantize_gptq, quantize_tuned
 
     words = [evaluate_texts.read_text(text)[: 16 * tokens] for text in texts]
     for name, text in zip(texts, words, strict=True):
@@ -110,13 +112,17 @@ def _fit(
         return _read(name, tensors) if name in tensors else None
 
     maps = config.num_layers * len(quantize_gptq.MAPS)
-    with torch.inference_mode(), Progress(total=maps, desc="Fitting", unit="map", shown=progress) as bar:
-        return quantize_gptq.quantize(read, config, group, windows, bar.update)
+    with torch.no_grad(), Progress(total=maps, desc="Fitting", unit="map", shown=progress) as bar:
+        found = quantize_gptq.quantize(read, config, group, windows, bar.update)
+    if not steps:
+        return {**found}
+    with Progress(total=steps, desc="Tuning", unit="step", shown=progress) as bar:
+        return quantize_tuned.tune(read, config, found, windows, steps, bar.update)
 
 
 def _write(
-    folder: Path, weights: dict[str, Weight], tensors: dict[str, TensorInfo], fitted: dict[str, QuantizedWeight],
-    shard_bytes: int, progress: bool,
+    folder: Path, weights: dict[str, Weight], tensors: dict[str, TensorInfo],
+    fitted: dict[str, QuantizedWeight | Tensor], shard_bytes: int, progress: bool,
 ) -> None:  # fmt: skip
     from engine.progress import Progress
 
@@ -169,7 +175,7 @@ def _read(name: str, tensors: dict[str, TensorInfo]) -> Tensor:
 
 def _values(
     names: list[str], weights: dict[str, Weight], tensors: dict[str, TensorInfo],
-    fitted: dict[str, QuantizedWeight], bar: Any,
+    fitted: dict[str, QuantizedWeight | Tensor], bar: Any,
 ) -> Iterator[Tensor]:  # fmt: skip
     import torch
 
@@ -177,11 +183,11 @@ def _values(
 
     for name in names:
         weight = weights[name]
-        if isinstance(weight, torch.Tensor):
-            yield _read(name, tensors)
-        else:
-            codes = fitted.get(name) or reference_linear.quantize(_read(name, tensors), weight.bits, weight.group)
-            yield from (part for part in codes[:3] if part is not None)
+        value = fitted[name] if name in fitted else _read(name, tensors)
+        if isinstance(value, torch.Tensor) and not isinstance(weight, torch.Tensor):
+            value = reference_linear.quantize(value, weight.bits, weight.group)
+        yield from [value] if isinstance(value, torch.Tensor) else (part for part in value[:3] if part is not None)
+        del value  # before the next one is read
         bar.update()
 
 
@@ -200,11 +206,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--tokens", type=int, default=TOKENS, metavar="N", help="of the texts together (default: %(default)s)"
     )
+    parser.add_argument(
+        "--steps", type=int, default=0, metavar="N",
+        help="then tune scales, zeros and norms on them, the whole model at once, a window a step (default: none)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the path")
     args = parser.parse_args(argv)
     make = functools.partial(
         quantize, args.model, args.outdir, args.quantization, args.group_size,
-        progress=True, texts=args.text, tokens=args.tokens,
+        progress=True, texts=args.text, tokens=args.tokens, steps=args.steps,
     )  # fmt: skip
     return command(make, args.outdir, {"quantization": args.quantization}, args.json)
 

@@ -41,7 +41,7 @@ _NORMS = "input_layernorm", "post_attention_layernorm"
 Read = Callable[[str], Tensor | None]  # a tensor of the source by its name; None: it has none
 
 
-class _Stream:
+class Stream:
     """The text on its way through the layers, window by window; of one layer the weights that it meets, float32."""
 
     def __init__(self, config: LlamaConfig, hidden: list[Tensor]) -> None:
@@ -71,8 +71,20 @@ class _Stream:
         return F.silu(self.linear(_GATE, x)) * self.linear(_UP, x)
 
     def add(self, name: str, inputs: list[Tensor]) -> None:
-        for hidden, x in zip(self.hidden, inputs, strict=True):
-            hidden += self.linear(name, x)
+        self.hidden = [hidden + self.linear(name, x) for hidden, x in zip(self.hidden, inputs, strict=True)]
+
+    def pass_layer(self) -> None:
+        for norm, _, between, last in _HALVES:
+            self.add(last, [between(self, x) for x in self.normed(norm)])
+
+
+# The halves of a layer: norm, the maps of what it gives, what is computed with these, and the map that is added.
+_HALVES = (_NORMS[0], _QKV, Stream.attend, _OUTPUT), (_NORMS[1], (_GATE, _UP), Stream.gated, _DOWN)
+
+
+def names_of_layer() -> list[str]:
+    """Of the tensors that a layer may have, without the layer's."""
+    return [f"{name}.weight" for name in (*_NORMS, *MAPS)] + [f"{name}.bias" for name in MAPS]
 
 
 def windows(texts: list[list[int]], tokens: int, context: int) -> list[Tensor]:
@@ -94,17 +106,14 @@ def quantize(
     assert embedding is not None
     rows = [embedding[ids].float() for ids in text]
     del embedding
-    exact = _Stream(config, rows)
-    ours = _Stream(config, [reference_linear.dequantize(reference_linear.quantize(x, 8, 0)) for x in rows])
+    exact = Stream(config, rows)
+    ours = Stream(config, [reference_linear.dequantize(reference_linear.quantize(x, 8, 0)) for x in rows])
     streams, found = (exact, ours), {}
     for i in range(config.num_layers):
-        names = [f"{name}.weight" for name in (*_NORMS, *MAPS)] + [f"{name}.bias" for name in MAPS]
-        tensors = {name: read(f"model.layers.{i}.{name}") for name in names}
+        tensors = {name: read(f"model.layers.{i}.{name}") for name in names_of_layer()}
         exact.weights = {name: tensor.float() for name, tensor in tensors.items() if tensor is not None}
         ours.weights = dict(exact.weights)
-        for norm, first, between, last in (
-            (_NORMS[0], _QKV, _Stream.attend, _OUTPUT), (_NORMS[1], (_GATE, _UP), _Stream.gated, _DOWN)
-        ):  # fmt: skip
+        for norm, first, between, last in _HALVES:
             inputs = [stream.normed(norm) for stream in streams]
             for maps in (first, (last,)):
                 if maps is not first:
