@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from oracle.checkpoint import TEXT as WORDS
 from oracle.checkpoint import make_checkpoint
 from oracle.llama64 import load_weights, logprobs
 from safetensors.torch import load_file, save_file
@@ -143,7 +144,92 @@ def test_no_more_than_one_tensor_is_held_as_it_is_read(directory, name, monkeypa
     assert len(alive) == 16 and max(most) == 0
 
 
+# Codes that are fitted to a text.
+
+
+def divergence(path, base, ids):
+    """Mean KL(base || path) of the predictions, nats."""
+    exact, other = (torch.cat(list(load(one).logits(ids))).double().log_softmax(-1) for one in (base, path))
+    return float((exact.exp() * (exact - other)).sum(-1).mean())
+
+
+def fit_to(source, out, text, group, tokens=512, steps=0):
+    file = out.parent / "text.txt"
+    file.write_text(text)
+    return tool.quantize(str(source), str(out), "int4", group, texts=[str(file)], tokens=tokens, steps=steps)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_a_fitted_text_loses_less_and_the_same_each_time(directory, tmp_path, group):
+    half = len(WORDS) // 2
+    plain = tool.quantize(str(directory), str(tmp_path / "plain"), "int4", group)
+    fitted = fit_to(directory, tmp_path / "fitted", WORDS[:half], group)
+    unseen = LLM(directory, threads=1).tokenizer.encode(WORDS[half:])[:200]
+    assert divergence(fitted, directory, unseen) < 0.7 * divergence(plain, directory, unseen)
+    again = fit_to(directory, tmp_path / "again", WORDS[:half], group)
+    assert [file.read_bytes() for file in sorted(again.iterdir())] == [
+        file.read_bytes() for file in sorted(fitted.iterdir())
+    ]
+
+
+def test_a_trained_model_loses_less_on_its_own_kind_of_text(tmp_path):
+    if not STORIES.is_dir():
+        pytest.skip("stories260K is not here")
+    told = json.loads((STORIES / "expected_greedy.json").read_text())
+    llm = LLM(STORIES, threads=1, dtype="float32", seed=0)
+    stories = llm.generate([[1]] * 12, SamplingParams(max_tokens=128), use_tqdm=False)
+    text = "\n".join(story.text for story in stories)
+    fitted = fit_to(STORIES, tmp_path / "fitted", text, 64, 2048)
+    tuned = fit_to(STORIES, tmp_path / "tuned", text, 64, 2048, steps=16)
+    plain = tool.quantize(str(STORIES), str(tmp_path / "plain"), "int4", 64)
+    unseen = told["prompt_ids"] + told["greedy_ids"]
+    assert divergence(fitted, STORIES, unseen) < 0.8 * divergence(plain, STORIES, unseen)
+    assert divergence(tuned, STORIES, unseen) < 0.98 * divergence(fitted, STORIES, unseen)
+
+
+def test_tuning_changes_scales_zeros_and_norms_alone_and_the_same_each_time(directory, tmp_path):
+    words = [("fitted", 0), ("tuned", 16), ("again", 16)]
+    fitted, tuned, again = (fit_to(directory, tmp_path / name, WORDS, 32, steps=steps) for name, steps in words)
+    before, after, twice = (load_file(out / "model.safetensors") for out in (fitted, tuned, again))
+    assert all(torch.equal(twice[name], tensor) for name, tensor in after.items())
+    changed = {name for name, tensor in after.items() if not torch.equal(before[name], tensor)}
+    assert all("layers" in name or "norm" in name for name in changed)
+    assert {name.split("_")[-1].split(".")[-1] for name in changed} == {"scale", "zero", "weight"}
+    assert all("norm" in name for name in changed if name.endswith(".weight"))
+    ids = LLM(directory, threads=1).tokenizer.encode(WORDS)[:256]
+    assert divergence(tuned, directory, ids) < divergence(fitted, directory, ids)
+
+
+def test_a_group_that_is_constant_and_inputs_that_are_never_used_are_fitted(tmp_path):
+    make_checkpoint(tmp_path / "model")
+    tensors = load_file(tmp_path / "model/model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][:4] = 0.0
+    tensors["model.layers.0.input_layernorm.weight"][:8] = 0.0
+    tensors["model.layers.1.mlp.gate_proj.weight"][:] = 0.0  # so that its down_proj gets zeros alone
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    out = fit_to(tmp_path / "model", tmp_path / "out", WORDS, 32)
+    assert np.isfinite(load(out, check_tensors=True).score([TEXT])[0]).all()
+
+
 # What is refused.
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "settings", "words"),
+    [
+        ("int8", WORDS, {}, "--text is for int4, and --quantization is int8"),
+        ("int4", WORDS, {"tokens": 100}, "--tokens must be 128 or more to fit to, got 100"),
+        ("int4", "", {}, "text.txt is empty, and cannot be fitted to"),
+        ("int4", WORDS, {"steps": -1}, "--steps must be 0 or more, and above 0 needs --text, got -1"),
+        ("int4", None, {"steps": 5}, "--steps must be 0 or more, and above 0 needs --text, got 5"),
+    ],
+)
+def test_texts_that_are_refused(directory, tmp_path, name, text, settings, words):
+    (tmp_path / "text.txt").write_text(text or "")
+    texts = [] if text is None else [str(tmp_path / "text.txt")]
+    with pytest.raises(ConfigError, match=words):
+        tool.quantize(str(directory), str(tmp_path / "out"), name, texts=texts, **settings)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

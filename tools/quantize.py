@@ -1,8 +1,9 @@
 """Writes a checkpoint with quantised weights: `python -m tools.quantize MODEL OUTDIR --quantization int8|int4`.
 
 Loading it gives the bits that quantising on load does, as fast as it is read; with --text, int4 loses less (see
-tools/quantize_gptq.py). Tensor by tensor: no more than one of the source is held; but, with a text, all of it. OUTDIR
-is complete or absent afterwards, also when the command is interrupted. Its path goes to stdout.
+tools/quantize_gptq.py), and with --steps still less (tools/quantize_tuned.py). Tensor by tensor: no more than one of
+the source is held; with a text, a layer of it, all codes and the text's hidden states; with steps, all of it. OUTDIR is
+complete or absent afterwards, also when the command is interrupted. Its path goes to stdout.
 
     config.json             with "quantization_config": {"quant_method": "isotherm", "bits": 4, "group_size": 128}
     NAME.weight             the codes of `kernels.ops.QuantizedWeight`: I8 [out, in], or U8 [out, in / 2]
@@ -41,7 +42,7 @@ from tools.convert_writer import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kernels.ops import Weight
+    from kernels.ops import QuantizedWeight, Weight
     from models.checkpoint import TensorInfo
 
 TOKENS = 12_288  # of a text that int4 is fitted to
@@ -50,7 +51,7 @@ _OTHERS = ("*.json", "*.model", "*.txt", "*.jinja")  # files that belong to a ch
 
 def quantize(
     model: str, outdir: str, quantization: str, group: int | None = None, shard_bytes: int = SHARD_BYTES,
-    progress: bool = False, texts: Sequence[str] = (), tokens: int = TOKENS,
+    progress: bool = False, texts: Sequence[str] = (), tokens: int = TOKENS, steps: int = 0,
 ) -> Path:  # fmt: skip
     """Write the checkpoint and return its folder. Raises ConfigError, ModelFormatError, ConvertError, OSError."""
     source, target = resolve(model), Path(os.path.realpath(Path(outdir).expanduser()))
@@ -59,6 +60,8 @@ def quantize(
     config = LlamaConfig.from_dict(raw)
     if config.quantization is not None:
         raise ConfigError(f"{source}: the weights are {config.quantization} already; quantise what they were made from")
+    if steps < 0 or (steps and not texts):
+        raise ConfigError(f"--steps must be 0 or more, and above 0 needs --text, got {steps}")
     if tokens < 128:
         raise ConfigError(f"--tokens must be 128 or more to fit to, got {tokens}")
     if group is not None and quantization != "int4":
@@ -73,12 +76,7 @@ def quantize(
 
     weights = LlamaWeights(replace(config, quantization=wanted))
     check_fit(weights, tensors)
-    moments: dict[str, Tensor] = {}
-    if texts:
-        from tools import evaluate_texts, quantize_gptq
-
-        words = [evaluate_texts.read_text(text) for text in texts]
-        moments = quantize_gptq.moments(str(source), words, tokens)
+    fitted = _fit(source, config, wanted.group, tensors, texts, tokens, steps, progress) if texts else {}
     said: dict[str, Any] = {"quant_method": METHOD, "bits": wanted.bits}
     raw["quantization_config"] = said | ({"group_size": wanted.group} if wanted.group else {})
     with new_folder(target, weights.nbytes(4) + (64 << 20)) as folder:
@@ -87,14 +85,44 @@ def quantize(
                 if file.name not in ("config.json", "model.safetensors.index.json"):
                     with opened(file) as content, (folder / file.name).open("wb") as copy:
                         shutil.copyfileobj(content, copy)
-        _write(folder, weights, tensors, moments, shard_bytes, progress)
+        _write(folder, weights, tensors, fitted, shard_bytes, progress)
         write_json(folder / "config.json", raw)
     return target
 
 
+def _fit(
+    source: Path, config: LlamaConfig, group: int, tensors: dict[str, TensorInfo], texts: Sequence[str], tokens: int,
+    steps: int, progress: bool,
+) -> dict[str, QuantizedWeight | Tensor]:  # fmt: skip
+    """The layers' weights, fitted to the texts, and if these are tuned in steps, the norms as well."""
+    import torch
+
+    from engine.progress import Progress
+    from engine.tokenizer import load_tokenizer
+    from tools import evaluate_texts, quantize_gptq, quantize_tuned
+
+    words = [evaluate_texts.read_text(text)[: 16 * tokens] for text in texts]
+    for name, text in zip(texts, words, strict=True):
+        if not text:
+            raise ConfigError(f"--text {name} is empty, and cannot be fitted to")
+    ids = map(load_tokenizer(source, config.vocab_size).encode, words)
+    windows = quantize_gptq.windows(list(ids), tokens, config.context_length)
+
+    def read(name: str) -> Tensor | None:
+        return _read(name, tensors) if name in tensors else None
+
+    maps = config.num_layers * len(quantize_gptq.MAPS)
+    with torch.no_grad(), Progress(total=maps, desc="Fitting", unit="map", shown=progress) as bar:
+        found = quantize_gptq.quantize(read, config, group, windows, bar.update)
+    if not steps:
+        return {**found}
+    with Progress(total=steps, desc="Tuning", unit="step", shown=progress) as bar:
+        return quantize_tuned.tune(read, config, found, windows, steps, bar.update)
+
+
 def _write(
-    folder: Path, weights: dict[str, Weight], tensors: dict[str, TensorInfo], moments: dict[str, Tensor],
-    shard_bytes: int, progress: bool,
+    folder: Path, weights: dict[str, Weight], tensors: dict[str, TensorInfo],
+    fitted: dict[str, QuantizedWeight | Tensor], shard_bytes: int, progress: bool,
 ) -> None:  # fmt: skip
     from engine.progress import Progress
 
@@ -116,7 +144,7 @@ def _write(
     with Progress(total=len(order), desc="Quantising", unit="tensor", shown=progress) as bar:
         for number, (shard, some) in enumerate(zip(shards, names, strict=True), 1):
             file = file_name(number, len(shards))
-            write_safetensors(folder / file, shard, _values(some, weights, tensors, moments, bar))
+            write_safetensors(folder / file, shard, _values(some, weights, tensors, fitted, bar))
             weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -136,30 +164,30 @@ def _entry(name: str, weight: Weight, info: TensorInfo) -> dict[str, tuple[str, 
     return {key: (kinds[0], shape, size) for (key, (shape, kinds)), size in zip(parts, sizes, strict=True)}
 
 
+def _read(name: str, tensors: dict[str, TensorInfo]) -> Tensor:
+    from models.loader import read_tensor
+
+    tensor = read_tensor(tensors[name])
+    if not finite(tensor):
+        raise ModelFormatError(f"{tensors[name].file}: {name} has values that are NaN or infinite")
+    return tensor
+
+
 def _values(
-    names: list[str], weights: dict[str, Weight], tensors: dict[str, TensorInfo], moments: dict[str, Tensor], bar: Any
-) -> Iterator[Tensor]:
+    names: list[str], weights: dict[str, Weight], tensors: dict[str, TensorInfo],
+    fitted: dict[str, QuantizedWeight | Tensor], bar: Any,
+) -> Iterator[Tensor]:  # fmt: skip
     import torch
 
     from kernels import reference_linear
-    from models.loader import read_tensor
 
     for name in names:
-        tensor, weight = read_tensor(tensors[name]), weights[name]
-        if not finite(tensor):
-            raise ModelFormatError(f"{tensors[name].file}: {name} has values that are NaN or infinite")
-        if isinstance(weight, torch.Tensor):
-            yield tensor
-            del tensor  # before the next one is read
-        else:
-            if name in moments:
-                from tools import quantize_gptq
-
-                codes = quantize_gptq.quantize(tensor, weight.group, moments[name])
-            else:
-                codes = reference_linear.quantize(tensor, weight.bits, weight.group)
-            del tensor
-            yield from (part for part in codes[:3] if part is not None)
+        weight = weights[name]
+        value = fitted[name] if name in fitted else _read(name, tensors)
+        if isinstance(value, torch.Tensor) and not isinstance(weight, torch.Tensor):
+            value = reference_linear.quantize(value, weight.bits, weight.group)
+        yield from [value] if isinstance(value, torch.Tensor) else (part for part in value[:3] if part is not None)
+        del value  # before the next one is read
         bar.update()
 
 
@@ -178,11 +206,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--tokens", type=int, default=TOKENS, metavar="N", help="of the texts together (default: %(default)s)"
     )
+    parser.add_argument(
+        "--steps", type=int, default=0, metavar="N",
+        help="then tune scales, zeros and norms on them, the whole model at once, a window a step (default: none)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the path")
     args = parser.parse_args(argv)
     make = functools.partial(
         quantize, args.model, args.outdir, args.quantization, args.group_size,
-        progress=True, texts=args.text, tokens=args.tokens,
+        progress=True, texts=args.text, tokens=args.tokens, steps=args.steps,
     )  # fmt: skip
     return command(make, args.outdir, {"quantization": args.quantization}, args.json)
 
