@@ -134,7 +134,8 @@ def test_the_exit_code_is_that_of_the_tests_and_both_halves_run(machine):
         machine.commands.clear()
         machine.fails, machine.code = fails, code
         assert quickstart.main(["test"]) == code
-        pytests = ["python -m pytest tests --ignore=tests/kernels", "python -m pytest tests/kernels"]
+        pytest = "python -m pytest -n auto --maxprocesses 4 --dist loadfile tests"
+        pytests = [f"{pytest} --ignore=tests/kernels", f"{pytest}/kernels"]
         assert machine.commands[-2:] == pytests
 
 

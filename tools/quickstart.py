@@ -147,12 +147,10 @@ def demo() -> None:
 
 
 def test() -> int:
-    """Both halves of the suite. An out-of-bounds store in an interpreted kernel would end the whole process, so the
-    kernels are tested in one of their own. Returns the first exit code that is not 0."""
-    codes = [
-        call([PYTHON, "-m", "pytest", "tests", "--ignore=tests/kernels"]),
-        call([PYTHON, "-m", "pytest", "tests/kernels"]),
-    ]
+    """Both halves of the suite, in a few processes. An out-of-bounds store in an interpreted kernel would end a whole
+    process, so the kernels are tested in some of their own. Returns the first exit code that is not 0."""
+    pytest = [PYTHON, "-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
+    codes = [call([*pytest, "tests", "--ignore=tests/kernels"]), call([*pytest, "tests/kernels"])]
     return next((code for code in codes if code), 0)
 
 
