@@ -14,6 +14,7 @@ import pytest
 import torch
 from oracle.checkpoint import make_checkpoint
 
+import engine.graphs
 import engine.loading
 import kernels.reference
 import memory.frames
@@ -214,6 +215,7 @@ def test_the_numbers_of_others():
     assert memory_plan.TILE_ROWS[2] == recall.MOST_ROWS
     assert memory_plan.MOVE_ELEMENTS == memory.frames._MOVE_ELEMENTS
     assert memory_plan.CHUNK_ELEMENTS == kernels.reference._CHUNK_ELEMENTS
+    assert memory_plan.GRAPH_BYTES == engine.graphs.GRAPH_BYTES
     model = memory_plan.shape("llama2-7b")
     for batch in (1, 2, 7, 64):
         for tokens in ([300], [64, 4096], [128, 30_000, 2_000], [64, 500, 500, 90_000, 64]):

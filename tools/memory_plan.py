@@ -45,6 +45,7 @@ RECALL = 0.05  # of all tokens, where no other fraction is asked for
 MAX_SLICES = 128  # of a sequence, that decode splits the tokens of a KV head into
 TILE_ROWS = {2: 128, 4: 16}  # of queries that recall scores at a time, by the bytes of an element
 MOVE_ELEMENTS = 1 << 22  # of exact pages, that are compressed together; one page at least
+GRAPH_BYTES = 256 << 20  # that are left free for CUDA graphs
 CHUNK_ELEMENTS = 1 << 21  # of K, that torch's operations make float32 at a time
 
 _CPU_COMPRESS = 17.5  # bytes that torch's `compress` allocates for each element, measured with tools.bench_memory
@@ -393,6 +394,8 @@ def _notes(model: LlamaConfig, result: dict[str, Any]) -> Iterator[str]:
     yield "planned, not measured"
     if result["device"] == "cpu":
         yield "a CPU has one memory: what stands under the host comes on top; recall holds more there than is planned"
+    else:
+        yield f"{GRAPH_BYTES / 1e9:.2f} GB more are left free for CUDA graphs, but with --cuda-graphs off"
     if result["context"] > model.context_length:
         yield f"the model's own context is {model.context_length} tokens: more need --rope-scaling"
     if result["batch"] > 1:
