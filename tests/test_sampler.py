@@ -43,7 +43,7 @@ def test_bounds(name, least, most, integer):
     "name",
     ["max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "logprobs", "n"],
 )
-@pytest.mark.parametrize("value", [True, False, "1", b"1", [1], {}, 1 + 0j, object()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("value", [True, False, "1", b"1", [1], {}, 1 + 0j, object()], ids=lambda x: type(x).__name__)
 def test_wrong_types(name, value):
     with pytest.raises(RequestError, match=rf"^{name} must be"):
         SamplingParams(**{name: value})
