@@ -4,16 +4,15 @@ from engine.signals import exit_at_once
 
 exit_at_once()  # before the other imports take their time
 
-import pkgutil
 import sys
 
-from engine.cli import COMMANDS, command_hint, run
+from engine.cli import COMMANDS, command_hint, main_of, run
 
 
 def dispatch(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
-        return int(pkgutil.resolve_name(COMMANDS[argv[0]]["main"])(argv[1:]))
+        return main_of(argv[0])(argv[1:])
     texts = [f"  {name:10} {row['description']}" for name, row in COMMANDS.items()]
     lines = ["usage: isotherm <command> [options]", "", *texts]
     wanted = bool(argv) and argv[0] in ("-h", "--help")

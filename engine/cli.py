@@ -6,6 +6,7 @@ import difflib
 import itertools
 import json
 import os
+import pkgutil
 import secrets
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from engine import origins, strangers
 from engine.config import EngineConfig, RequestOutput, SamplingParams
 from engine.errors import RequestError, TokenizerError
 from engine.settings import flags
@@ -84,6 +86,15 @@ def command_hint(name: str, commands: Iterable[str]) -> str:
         return f"error: the command comes first, as isotherm generate {name} ..."
     answer = FOREIGN["commands"].get(name) or did_you_mean(name, commands)
     return f"error: unknown command {name!r}" + (f": {answer}" if answer else "")
+
+
+def main_of(command: str) -> Callable[[list[str] | None], int]:
+    """What runs a command. Raises ModuleNotFoundError where another package stands in the way of its own."""
+    home, _, _ = COMMANDS[command]["main"].partition(".")
+    for problem in strangers(origins(home)):
+        raise ModuleNotFoundError(f"{problem}; call it from another directory")
+    found: Callable[[list[str] | None], int] = pkgutil.resolve_name(COMMANDS[command]["main"])
+    return found
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -65,9 +65,12 @@ class Graphs:
         replay()
         return outputs
 
-    def clear(self) -> None:
-        """Let go of all graphs, and of the memory that they hold."""
+    def clear(self) -> bool:
+        """Let go of all graphs, and of the memory that they hold; says whether there were any."""
+        held = bool(self._graphs)
         self._graphs.clear()
+        self._recent.clear()
+        return held
 
     def _add(self, key: Any, inputs: list[Tensor], run: Callable[[], Outputs]) -> bool:
         """Record the step, if it is time to; says whether there is a graph now."""

@@ -223,9 +223,9 @@ class LLM:
             logits, scores = self._runner.forward(schedule)
         except torch.OutOfMemoryError:
             # The pages are the pool's, but a step has tensors of its own: with fewer requests they may fit.
+            if self._runner.graphs is not None and self._runner.graphs.clear():
+                return  # beside them it did not fit; without, it may
             tried, self._out_of_memory = self._out_of_memory, True
-            if self._runner.graphs is not None:
-                self._runner.graphs.clear()
             if self._scheduler.preempt():
                 most = self._scheduler.max_num_seqs = len(self._scheduler.running)
                 log.warning("out of memory in a step: at most %d requests are computed together from now on", most)

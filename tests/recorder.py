@@ -51,7 +51,7 @@ class Spy:
         self.formats = set()
 
     def clear(self):
-        self.graphs.clear()
+        return self.graphs.clear()
 
     def __call__(self, compute, tokens, plan, counts, observed):
         spoil(plan)

@@ -140,7 +140,7 @@ def test_without_copies_nothing_is_read(directory):
     assert exact["cold_bytes"] == exact["read_bytes_per_token"] == 0  # nothing is compressed
 
 
-@pytest.mark.parametrize(("link", "own", "wanted"), [(25e9, 1.5e12, 1 / 60), (400e9, 4e12, 0.05), (5e9, 200e9, 0.025)])
+@pytest.mark.parametrize(("link", "own", "wanted"), [(25e9, 1.5e12, 0.0125), (400e9, 4e12, 0.05), (5e9, 200e9, 0.025)])
 def test_a_gpu_recalls_what_its_link_brings_while_it_would_read_everything(monkeypatch, caplog, link, own, wanted):
     """As seconds: a fraction of the tokens over the link, all of them from the device's own memory."""
     monkeypatch.setattr(loading, "_rates", lambda device: (link, own))

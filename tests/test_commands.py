@@ -472,3 +472,14 @@ def test_no_bar_for_a_short_prompt_on_a_dumb_terminal_or_when_quiet(slow):
     assert "Reading:" not in on_a_terminal([*slow, "-q"])
     seen = on_a_terminal(slow, TERM="dumb")
     assert "\r" not in seen.replace("\r\n", "") and "Reading" not in seen and "Prompt: " in seen
+
+
+@pytest.mark.parametrize("command", [["engine.doctor"], ["engine", "models"]])
+def test_another_package_in_the_way_of_the_tools(tmp_path, command):
+    (tmp_path / "tools.py").write_text("raise SystemExit('imported')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: the package tools is imported from ") and "another directory" in done.stderr

@@ -135,7 +135,9 @@ def out_of_memory(schedule):
 def test_a_step_out_of_memory_lets_go_of_the_graphs(directory, monkeypatch):
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     (wanted,) = load(directory).generate([prompt(20, 0)], params, use_tqdm=False)
-    llm, ids = load(directory, Recorder()), []
+    recorder, ids = Recorder(), []
+    llm = load(directory, recorder)
+    before = llm._scheduler.max_num_seqs
     llm.add_request(prompt(20, 0), params)
     for step in range(60):
         if step == 20:
@@ -144,6 +146,10 @@ def test_a_step_out_of_memory_lets_go_of_the_graphs(directory, monkeypatch):
                 patch.setattr(llm._runner, "forward", out_of_memory)
                 assert llm.step() == []
             assert not llm._runner.graphs.graphs._graphs
+            assert llm._scheduler.max_num_seqs == before, "without the graphs the step may fit"
+            recorded = recorder.recorded
+        if step == 22:
+            assert recorder.recorded == recorded, "recorded again at once"
         ids = [output.token_ids for output in llm.step()] or ids
     assert ids == [wanted.token_ids]
 

@@ -220,6 +220,7 @@ def test_a_group_that_is_constant_and_inputs_that_are_never_used_are_fitted(tmp_
         ("int8", WORDS, {}, "--text is for int4, and --quantization is int8"),
         ("int4", WORDS, {"tokens": 100}, "--tokens must be 128 or more to fit to, got 100"),
         ("int4", "", {}, "text.txt is empty, and cannot be fitted to"),
+        ("int4", "a", {}, "--text has [0-9]+ tokens, 128 at least"),
         ("int4", WORDS, {"steps": -1}, "--steps must be 0 or more, and above 0 needs --text, got -1"),
         ("int4", None, {"steps": 5}, "--steps must be 0 or more, and above 0 needs --text, got 5"),
     ],

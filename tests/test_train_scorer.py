@@ -67,6 +67,8 @@ def test_an_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(director
     assert not out.exists()
     monkeypatch.setattr(train_scorer, "judge", judge)
     monkeypatch.setattr("tools.evaluate_attention.record", None)  # what was recorded is kept too
+    with pytest.raises(ConfigError, match=r"was trained with .* leave out --resume"):
+        train_scorer.main(arguments(directory, out, "--steps", 50, "--resume", "--errors"))
     assert train_scorer.main(arguments(directory, out, "--steps", 50, "--resume")) == 0
     assert torch.equal(load_scorer(out)[0].packed(), load_scorer(trained)[0].packed())
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import origins, strangers
-from engine.cli import lines, parser
+from engine.cli import lines, parser, run
 from engine.config import usable_cpus
 from engine.errors import TokenizerError
 from models.checkpoint import open_checkpoint
@@ -52,7 +52,7 @@ def advice(stats: dict[str, Any]) -> list[str]:
 
 def examine(model: str | None = None) -> dict[str, Any]:
     """Everything that is known, by section; `problems` lists what is wrong, in words."""
-    packages = origins("engine", "models", "memory", "kernels")
+    packages = origins("engine", "models", "memory", "kernels", "tools")
     distributions = reversed(list(importlib.metadata.distributions()))  # of two the first is imported
     installed = {str(package.name).lower(): package.version for package in distributions}
     versions = {name: installed.get(name) for name in ("isotherm", *CORE, "triton", *EXTRAS)}
@@ -140,3 +140,7 @@ def models(argv: list[str] | None = None) -> int:
         print("no models found in:", *looked, sep="\n  ")
         print("A demo model (93 MB): python -m tools.get_demo_model. A directory anywhere: --model DIRECTORY.")
     return 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -92,7 +92,10 @@ def importance(args: argparse.Namespace) -> dict[str, Any]:
 
     calibration = [] if args.no_kl else [cut(name, 1)[0] for name in args.calibrate]
     texts = {name: cut(name, args.windows) for name in args.text}
-    scorer = load_scorer(Path(args.scorer or DEFAULT))[0]
+    try:
+        scorer = load_scorer(Path(args.scorer or DEFAULT))[0]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     measured = evaluate_importance.rows(base, scorer, texts, calibration, args.blocks, args.layers, predicted)
     return about | {
         "text": args.text,

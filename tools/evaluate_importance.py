@@ -151,7 +151,9 @@ def _split(
         for name, values in costs.items():
             kl[name] += values
     roots = {layer: torch.stack(lost[layer]).mean(0).sqrt() for layer in layers}
-    parts = torch.stack([_mean(kl[str(layer)]) ** 0.75 * roots[layer] / roots[layer].mean() for layer in layers])
+    parts = torch.stack(
+        [max(_mean(kl[str(layer)]), 0.0) ** 0.75 * roots[layer] / roots[layer].mean() for layer in layers]
+    )
     parts = parts.clamp_min(0.2 * float(parts.mean()))  # some everywhere
     return dict(zip(layers, KEPT * parts / parts.mean(), strict=True))
 

@@ -282,7 +282,9 @@ def workspace_bytes(
         from memory.observation import SAMPLES
 
         # The logits of the queries that are observed, of a chunk and of each other sequence, and their exponentials.
-        parts.append(parts[0] + 2 * 4 * (batch - 1 + SAMPLES) * heads * (columns + 1))
+        # Where all decode, tables are as wide as a power of two: at most twice.
+        queries = max((batch - 1 + SAMPLES) * (columns + 1), batch * (2 * columns + 1))
+        parts.append(parts[0] + 2 * 4 * queries * heads)
     if config.cold and config.cold.recall:
         # The attention that each token got of each block of queries, float32, in tiles that are then summed; and the
         # tokens that are chosen: mass and number.
@@ -290,7 +292,8 @@ def workspace_bytes(
         rows = min(config.cold.block, tokens) * (heads // kv_heads)
         tiles = ceil(rows / TILE_ROWS[config.itemsize])
         mass = 4 * blocks * kv_heads * columns * (tiles + (tiles > 1))
-        parts.append(mass + (4 + 8) * blocks * kv_heads * ceil(config.cold.recall * context))
+        most = 1 << (ceil(config.cold.recall * context) - 1).bit_length()
+        parts.append(mass + (4 + 8) * blocks * kv_heads * most)
     return _rotations_bytes(model, context) + max(parts)
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from models.checkpoint import TensorInfo
 
 TOKENS = 12_288  # of a text that int4 is fitted to
+_LEAST = 128  # of them
 _OTHERS = ("*.json", "*.model", "*.txt", "*.jinja")  # files that belong to a checkpoint: tokenizer, generation
 
 
@@ -62,8 +63,8 @@ def quantize(
         raise ConfigError(f"{source}: the weights are {config.quantization} already; quantise what they were made from")
     if steps < 0 or (steps and not texts):
         raise ConfigError(f"--steps must be 0 or more, and above 0 needs --text, got {steps}")
-    if tokens < 128:
-        raise ConfigError(f"--tokens must be 128 or more to fit to, got {tokens}")
+    if tokens < _LEAST:
+        raise ConfigError(f"--tokens must be {_LEAST} or more to fit to, got {tokens}")
     if group is not None and quantization != "int4":
         raise ConfigError(f"--group-size is of int4, and --quantization is {quantization}")
     if texts and quantization != "int4":
@@ -76,10 +77,10 @@ def quantize(
 
     weights = LlamaWeights(replace(config, quantization=wanted))
     check_fit(weights, tensors)
-    fitted = _fit(source, config, wanted.group, tensors, texts, tokens, steps, progress) if texts else {}
     said: dict[str, Any] = {"quant_method": METHOD, "bits": wanted.bits}
     raw["quantization_config"] = said | ({"group_size": wanted.group} if wanted.group else {})
-    with new_folder(target, weights.nbytes(4) + (64 << 20)) as folder:
+    with new_folder(target, weights.nbytes(4) + (64 << 20)) as folder:  # what cannot be written is not fitted first
+        fitted = _fit(source, config, wanted.group, tensors, texts, tokens, steps, progress) if texts else {}
         for pattern in _OTHERS:
             for file in source.glob(pattern):
                 if file.name not in ("config.json", "model.safetensors.index.json"):
@@ -107,6 +108,8 @@ def _fit(
             raise ConfigError(f"--text {name} is empty, and cannot be fitted to")
     ids = map(load_tokenizer(source, config.vocab_size).encode, words)
     windows = quantize_gptq.windows(list(ids), tokens, config.context_length)
+    if (count := sum(map(len, windows))) < _LEAST:
+        raise ConfigError(f"--text has {count} tokens, {_LEAST} at least are needed to fit to; give more of it")
 
     def read(name: str) -> Tensor | None:
         return _read(name, tensors) if name in tensors else None

@@ -191,6 +191,8 @@ def _read_samples(path: Path) -> dict[str, list[Sample]]:
     for name in tensors:
         kind, number, layer, start, part = name.split()
         if part == "mass":
+            if (lacks := f"{kind} {number} {layer} {start} squares") not in tensors:
+                raise ConfigError(f"{path}: {lacks} is missing: of an older version; record anew, without --resume")
             parts = {x: tensors[f"{kind} {number} {layer} {start} {x}"] for x in _PARTS}
             of = None if layer == "-1" else int(layer)
             found[kind][int(number)] = Sample(of, int(start), **parts, signals={})
@@ -293,7 +295,7 @@ def train(scorer: Scorer, samples: dict[str, list[Sample]], args: argparse.Names
     before = {kind: judge(scorer, group, args.keep) for kind, group in samples.items()}
     begun, since, least, best = 0, 0, before[HELD_OUT][0], _copy(scorer)
     if args.resume and checkpoint.exists():
-        begun, since, least, best = _read_checkpoint(checkpoint, scorer, optimizer)
+        begun, since, least, best = _read_checkpoint(checkpoint, scorer, optimizer, _objective(args))
     step = begun
     bar = Progress(range(begun, args.steps), desc="Training", unit="step", shown=True)
     for step in bar:
@@ -313,7 +315,8 @@ def train(scorer: Scorer, samples: dict[str, list[Sample]], args: argparse.Names
             since += 1
             if found < least:
                 since, least, best = 0, found, _copy(scorer)
-            _write_checkpoint(checkpoint, scorer, optimizer, best, {"step": step + 1, "since": since, "least": least})
+            at = {"step": step + 1, "since": since, "least": least, "objective": _objective(args)}
+            _write_checkpoint(checkpoint, scorer, optimizer, best, at)
             if since >= 8:
                 break
     scorer.load_state_dict(best)
@@ -337,13 +340,23 @@ def _write_checkpoint(path: Path, scorer: Scorer, optimizer: Any, best: dict[str
     save_file(tensors, path, {"at": json.dumps(at)})
 
 
-def _read_checkpoint(path: Path, scorer: Scorer, optimizer: Any) -> tuple[int, int, float, dict[str, Tensor]]:
-    """-> step, evaluations since the best, what that missed, and its parameters."""
+def _objective(args: argparse.Namespace) -> dict[str, Any]:
+    """What decides what is lost."""
+    return {name: getattr(args, name) for name in ("pages", "squared", "errors", "keep")}
+
+
+def _read_checkpoint(
+    path: Path, scorer: Scorer, optimizer: Any, objective: dict[str, Any]
+) -> tuple[int, int, float, dict[str, Tensor]]:
+    """-> step, evaluations since the best, what that missed, and its parameters. Raises ConfigError for another
+    objective."""
     from safetensors import safe_open
 
     groups: dict[str, dict[str, Tensor]] = {"scorer": {}, "best": {}, "adam": {}}
     with safe_open(path, "pt") as file:
         at = json.loads(file.metadata()["at"])
+        if (found := at.get("objective")) != objective:
+            raise ConfigError(f"{path}: was trained with {found}, and now {objective} is asked for: leave out --resume")
         for name in file.keys():  # noqa: SIM118
             group, _, rest = name.partition(" ")
             groups[group][rest] = file.get_tensor(name)
