@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+SPREAD = 2  # times the mean of the KV heads, that one of them recalls at most
 CLIPS = (1.0, 0.85, 0.7, 0.6)
 MEAN_EXPONENT = -8  # means reach from 2^-8 to 2^8
 NUM_FEATURES, SCORE_HIDDEN = 8, 8  # what is known of a page, and the width of the network over it
@@ -127,7 +128,7 @@ class Recall(NamedTuple):
     """What queries read of the copies of compressed pages: see `Ops.recall`."""
 
     block: int  # consecutive queries of a chunk that read the same tokens; a chunk's last block may have fewer
-    counts: tuple[int, ...]  # of each sequence: tokens that a block reads, for each KV head its own; 0 without copies
+    counts: tuple[int, ...]  # of each sequence: tokens that a block reads for a KV head, in the mean; 0 without copies
     blocks: Tensor  # [N, 4] int32: sequence, first query of the step, queries, tokens; of sequences that read any
 
     @property
@@ -230,8 +231,9 @@ class Ops(Protocol):
         """Attention in which the compressed tokens that matter most are exact: q [T, Hq, D] are the step's queries,
         `out` and `lse` [T, Hq] what attention gave them. -> the shape of q.
 
-        Of the tokens whose pages have copies, a block of `plan.recall.block` queries takes, for each KV head, the ones
-        with the largest sum of the squares of what its queries and heads gave them, as errors add up in squares; their
+        Of the tokens whose pages have copies, a block of `plan.recall.block` queries takes, of all KV heads together,
+        the ones with the largest sum of the squares of what its queries and heads gave them, as errors add up in
+        squares: for each head as many in the mean as `plan.recall` says, and for one SPREAD times that at most. Their
         share of `out` is replaced by what their copies give: (out + sum of p' v' - p v) / (1 + sum of p' - p), where
         p = exp2(logit - lse), and ' means: of the copies.
         """

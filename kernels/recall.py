@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.attention import LOG2_E, attend, check_attention
 from kernels.codes import block_of, check, factor_of, offsets_of, rotate, signs_of, tile_of
-from kernels.ops import AttentionPlan, LayerCache
+from kernels.ops import SPREAD, AttentionPlan, LayerCache
 
 TOKENS = tl.constexpr(16)  # that are decompressed at a time
 MOST_ROWS = 128
@@ -38,11 +38,10 @@ def _load_rows(rotated, lse, blocks, block, tile, GROUP: tl.constexpr, HEAD_DIM:
 
 
 @triton.jit
-def _load_chosen(best, chosen, start, count):
+def _load_chosen(chosen, start, count):
     """Columns [TOKENS, 1] of the chosen tokens from `start` on, and which there are."""
     at = start + tl.arange(0, TOKENS)[:, None]
-    found = tl.load(best + at, mask=at < count, other=-1.0) >= 0
-    return tl.load(chosen + at, mask=found, other=0).to(tl.int32), found
+    return tl.load(chosen + at, mask=at < count, other=0).to(tl.int32), at < count
 
 
 @triton.jit(do_not_specialize=["pages", "tiles"])  # they change from step to step
@@ -82,28 +81,28 @@ def _score_kernel(
 
 
 @triton.jit(do_not_specialize=["pages", "most"])
-def _swap_kernel(q, out, best, chosen, copies, rotated, lse, blocks, slots, units_k, units_v, signs, warm, pages, most,
+def _swap_kernel(q, out, ends, chosen, copies, rotated, lse, blocks, slots, units_k, units_v, signs, warm, pages, most,
                  scale, stride_units, stride_slot, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
                  PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
     """Exchange, in the output of a tile of a block's rows, the chosen tokens for their copies.
 
     q, out [T, Hq, D], contiguous; out is read, then written
-    best, chosen [N, Hkv, most]: masses and columns, the largest first
+    chosen [N, Hkv, most]: columns, the best first; ends [N, Hkv] int32: how many of them
     copies: of LayerCache; a slot has no gaps
     signs [D, D]: see `signs_of`; the others as above
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     seq = tl.load(blocks + block * 4).to(tl.int64)
-    count = tl.minimum(tl.load(blocks + block * 4 + 3), most)
-    of_head = (block * tl.num_programs(1) + kv_head) * most
+    count = tl.load(ends + block * tl.num_programs(1) + kv_head)
+    chosen += (block * tl.num_programs(1) + kv_head) * most
     q_tile, old, number, mask = _load_rows(rotated, lse, blocks, block, tl.program_id(2), GROUP, HEAD_DIM, BLOCK_M)
     units_k += kv_head * stride_units
     units_v += kv_head * stride_units
     acc = tl.zeros([BLOCK_M, block_of(HEAD_DIM)], tl.float32)
     taken = tl.zeros([BLOCK_M], tl.float32)
     for start in range(0, count, TOKENS):
-        column, found = _load_chosen(best + of_head, chosen + of_head, start, count)
+        column, found = _load_chosen(chosen, start, count)
         page, token = column // PAGE_SIZE, column % PAGE_SIZE
         k, v = tl.zeros([TOKENS, 1], tl.float32), tl.zeros([TOKENS, 1], tl.float32)
         for f in tl.static_range(len(FORMATS)):
@@ -128,7 +127,7 @@ def _swap_kernel(q, out, best, chosen, copies, rotated, lse, blocks, slots, unit
     INT8: tl.constexpr = copies.dtype.element_ty == tl.int8
     ROW: tl.constexpr = HEAD_DIM + (2 if INT8 else 0)
     for start in range(0, count, TOKENS):
-        column, found = _load_chosen(best + of_head, chosen + of_head, start, count)
+        column, found = _load_chosen(chosen, start, count)
         slot = tl.load(slots + seq * pages + column // PAGE_SIZE, mask=found, other=0).to(tl.int64)
         row = copies + slot * stride_slot + (kv_head * PAGE_SIZE + column % PAGE_SIZE) * (2 * ROW)
         k = tl.load(row + dim, mask=found & (dim < HEAD_DIM), other=0)
@@ -170,9 +169,15 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
         rotated, lse, mass, blocks, slots, cache.units_k, tables, pages, tiles, scale * LOG2_E,
         cache.units_k.stride(0), **options, num_warps=4)
     mass = mass[:, 0] if tiles == 1 else mass.sum(1)
-    best, chosen = mass.topk(min(plan.recall.most, mass.shape[2]))
+    joint = mass.flatten(1)  # of all heads of a block
+    wanted = blocks[:, 3:] * num_kv_heads
+    order = joint.topk(min(plan.recall.most * num_kv_heads, joint.shape[1])).indices
+    ranks = torch.arange(order.shape[1], device=q.device)
+    taken = torch.zeros_like(joint, dtype=torch.bool).scatter_(1, order, ranks < wanted)
+    best, chosen = joint.masked_fill_(~taken, -1.0).view_as(mass).topk(min(SPREAD * plan.recall.most, mass.shape[2]))
+    ends = torch.minimum((best > 0).sum(2), SPREAD * blocks[:, 3:]).int()  # the best come first
     _swap_kernel[(len(blocks), num_kv_heads, tiles)](
-        q, result, best, chosen, copies, rotated, lse, blocks, slots, cache.units_k, cache.units_v, signs, tables,
-        pages, best.shape[2], scale * LOG2_E, cache.units_k.stride(0), copies.stride(0),
+        q, result, ends, chosen, copies, rotated, lse, blocks, slots, cache.units_k, cache.units_v, signs, tables,
+        pages, chosen.shape[2], scale * LOG2_E, cache.units_k.stride(0), copies.stride(0),
         **options, num_warps=8 if block_m * head_dim > 4096 else 4)
     return result

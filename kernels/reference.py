@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.ops import NUM_FEATURES, SCORE_HIDDEN, AttentionPlan, LayerCache, min_exponent
+from kernels.ops import NUM_FEATURES, SCORE_HIDDEN, SPREAD, AttentionPlan, LayerCache, min_exponent
 from kernels.reference_compress import compress as compress
 from kernels.reference_compress import decode, decode_means, rotate
 from kernels.reference_linear import cpu_computes_bfloat16 as cpu_computes_bfloat16
@@ -182,17 +182,23 @@ def _recall_chunk(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: 
         parts.append(ones @ shares.view(len(queries), -1, keys.shape[1]))
     mass = torch.cat(parts, -1).view(num_heads, -1, page_size * len(slots))
     mass.masked_fill_((slots < 0).repeat_interleave(page_size), -1.0)
-    tokens = mass.topk(count, sorted=False).indices.view(num_heads, -1)
+    joint = mass.transpose(0, 1).flatten(1)  # of all heads of a block
+    taken = torch.zeros_like(joint, dtype=torch.bool).scatter_(1, joint.topk(count * num_heads).indices, True)
+    mass.masked_fill_(~taken.view(-1, num_heads, mass.shape[2]).transpose(0, 1), -1.0)
+    best, tokens = mass.topk(min(SPREAD * count, mass.shape[2]))
+    count = max(int((best > 0).sum(2).max()), 1)  # the best come first
+    tokens, taken = tokens[..., :count].reshape(num_heads, -1), best[..., :count].reshape(len(queries), 1, count) > 0
 
     head = torch.arange(num_heads, device=q.device)[:, None]
     places = (slots.long()[tokens // page_size], head, tokens % page_size)
     exact = cache.copies[tuple(x.to(cache.copies.device) for x in places)].to(q.device)
     if exact.dtype == torch.int8:
         exact = exact[..., :-2].float() * exact[..., -2:].contiguous().view(torch.float16)
-    rows = (*exact.float().unbind(2), *_warm_tokens(cache, plan, b, tokens))
+    exact = exact.float().masked_fill_(~taken.view(num_heads, -1, 1, 1), 0.0)  # of others there may be none
+    rows = (*exact.unbind(2), *_warm_tokens(cache, plan, b, tokens))
     new_k, new_v, old_k, old_v = (x.reshape(len(queries), count, -1) for x in rows)
-    new = torch.baddbmm(minus_lse, queries, new_k.mT).exp2_()
-    old = torch.baddbmm(minus_lse, rotated, old_k.mT).exp2_()
+    new = torch.baddbmm(minus_lse, queries, new_k.mT).exp2_().mul_(taken)
+    old = torch.baddbmm(minus_lse, rotated, old_k.mT).exp2_().mul_(taken)
     total = (1 - old.sum(2, keepdim=True)).clamp_min_(2.0**-20) + new.sum(2, keepdim=True)
     result = torch.baddbmm(blocks(out), new, new_v).sub_(rotate(old @ old_v)).div_(total)
     result = result.view(num_heads, -1, q.shape[1] // num_heads, block, q.shape[2]).permute(1, 3, 0, 2, 4)

@@ -16,6 +16,7 @@ from oracle.checkpoint import make_checkpoint
 
 import engine.graphs
 import engine.loading
+import kernels.ops
 import kernels.reference
 import memory.frames
 from engine import LLM, ConfigError, SamplingParams
@@ -213,6 +214,7 @@ def test_the_numbers_of_others():
     attention, recall = (pytest.importorskip(f"kernels.{name}") for name in ("attention", "recall"))
     assert attention.MAX_SLICES == memory_plan.MAX_SLICES
     assert memory_plan.TILE_ROWS[2] == recall.MOST_ROWS
+    assert memory_plan.SPREAD == kernels.ops.SPREAD
     assert memory_plan.MOVE_ELEMENTS == memory.frames._MOVE_ELEMENTS
     assert memory_plan.CHUNK_ELEMENTS == kernels.reference._CHUNK_ELEMENTS
     assert memory_plan.GRAPH_BYTES == engine.graphs.GRAPH_BYTES

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ops import AttentionPlan, LayerCache, Recall, WarmPages
+from kernels.ops import SPREAD, AttentionPlan, LayerCache, Recall, WarmPages
 
 # Half a unit in the last place of a result near 1, times a few: the inputs of both sides are the same rounded numbers,
 # and the arithmetic between is float32. In attention p is rounded to the 16-bit type too, which averages out over the
@@ -304,22 +304,34 @@ def recall(batch: Batch) -> tuple[Tensor, Tensor]:
     assert batch.plan.recall is not None
     for b, first, queries, count in batch.plan.recall.blocks.tolist():
         places = batch.copied[b].nonzero()[:, 0]
-        for head in range(batch.cache.k.shape[0]):
+        if not len(places):
+            continue
+        heads = range(batch.cache.k.shape[0])
+        masses = []
+        for head in heads:
+            rows = (slice(first, first + queries), slice(head * group, (head + 1) * group))
+            logits = all_logits[b][first - starts[b] :, rows[1]][:queries] * math.log(2)
+            masses.append(logits.softmax(-1)[..., places].square().sum((0, 1)))
+        joint = torch.cat(masses).sort(descending=True).values
+        taken = min(count * len(heads), len(joint))
+        borders = [(joint[taken - 1], joint[taken])] if taken < len(joint) else []
+        for head in heads:
             rows = (slice(first, first + queries), slice(head * group, (head + 1) * group))
             logits = all_logits[b][first - starts[b] :, rows[1]][:queries] * math.log(2)
             shares = logits.softmax(-1)
-            mass = shares[..., places].square().sum((0, 1))
-            order = mass.argsort(descending=True)
+            mass = masses[head]
+            order = mass.argsort(descending=True)[: min(int((mass >= joint[taken - 1]).sum()), SPREAD * count)]
             k, v = (x[b][head].double().cpu().clone() for x in (batch.keys, batch.values))
             for x, copies in ((k, batch.copied_keys), (v, batch.copied_values)):
-                x[places[order[:count]]] = copies[b][head, places[order[:count]]]
+                x[places[order]] = copies[b][head, places[order]]
             q = batch.q[rows].double().cpu()
             scores = (q @ k.T * batch.scale).masked_fill(logits == -math.inf, -math.inf)
             out[rows] = scores.softmax(-1) @ v
-            if count < len(places):
-                unsure = 2 * UNSURE[batch.q.dtype]  # of squares
-                near, far = mass[order[count - 1]] * (1 - unsure), mass[order[count]] * (1 + unsure)
-                either = places[(mass > near) & (mass < far)]
+            sorted_mass, most = mass.sort(descending=True).values, SPREAD * count
+            capped = [(sorted_mass[most - 1], sorted_mass[most])] if most < len(mass) else []
+            unsure = 2 * UNSURE[batch.q.dtype]  # of squares
+            for near, far in borders + capped:
+                either = places[(mass > near * (1 - unsure)) & (mass < far * (1 + unsure))]
                 k, v = batch.copied_keys[b][head, either], batch.copied_values[b][head, either]
                 new = (q @ k.T * batch.scale - logits.logsumexp(-1, keepdim=True)).exp()
                 sizes = v.abs() + batch.values[b][head, either].double().cpu().abs()

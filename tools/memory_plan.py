@@ -43,6 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 # The engine's and the kernels', whose modules need torch and triton; the tests compare them.
 RECALL = 0.05  # of all tokens, where no other fraction is asked for
 MAX_SLICES = 128  # of a sequence, that decode splits the tokens of a KV head into
+SPREAD = 2  # times the mean of the heads, that one of them recalls at most
 TILE_ROWS = {2: 128, 4: 16}  # of queries that recall scores at a time, by the bytes of an element
 MOVE_ELEMENTS = 1 << 22  # of exact pages, that are compressed together; one page at least
 GRAPH_BYTES = 256 << 20  # that are left free for CUDA graphs
@@ -293,7 +294,8 @@ def workspace_bytes(
         tiles = ceil(rows / TILE_ROWS[config.itemsize])
         mass = 4 * blocks * kv_heads * columns * (tiles + (tiles > 1))
         most = 1 << (ceil(config.cold.recall * context) - 1).bit_length()
-        parts.append(mass + (4 + 8) * blocks * kv_heads * most)
+        # Of all heads together, and of each head SPREAD times as many.
+        parts.append(mass + (4 + 8) * blocks * kv_heads * most * (1 + SPREAD))
     return _rotations_bytes(model, context) + max(parts)
 
 

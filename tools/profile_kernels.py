@@ -118,12 +118,12 @@ class Model:
         return Cost(blocks * self.kv_heads * (floor + 4 * n) + q, flops, blocks * self.kv_heads * n * rows / 128)
 
     def recall_swap(self, n: int, bits: int, queries: int) -> Cost:
-        """Of a twentieth of n tokens, by a block: their codes, exact K and V from the host, q, and out twice; best and
-        chosen are 12 bytes. The loop that is counted takes away; the other one adds."""
+        """Of a twentieth of n tokens, by a block: their codes, exact K and V from the host, q, and out twice; the
+        number of each takes 8 bytes. The loop that is counted takes away; the other one adds."""
         blocks, rows = self._blocks(queries)
         tokens = blocks * self.kv_heads * (n // 20)
         codes = 2 * self.head_dim * bits / 8 + 3 + self.head_dim / PAGE
-        bytes_ = tokens * (codes + 12) + 8 * self.head_dim * self.heads * queries
+        bytes_ = tokens * (codes + 8) + 8 * self.head_dim * self.heads * queries
         return Cost(bytes_, 8 * self.head_dim * rows * tokens, tokens * rows / 128, tokens * 4 * self.head_dim)
 
     def recall(self, n: int, bits: int, queries: int) -> Cost:

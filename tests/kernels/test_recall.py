@@ -132,7 +132,7 @@ class Watched:
     def __getitem__(self, grid):
         def launch(*args, **options):
             named = dict(zip(self.kernel.arg_names, args, strict=False))
-            for name in ("q", "rotated", "lse", "best", "chosen", "blocks", "signs"):
+            for name in ("q", "rotated", "lse", "ends", "chosen", "blocks", "signs"):
                 if name in named:
                     self.meter.watch(name, named[name])
             for name in ("mass", "out"):
