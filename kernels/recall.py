@@ -2,8 +2,8 @@
 
     score    program (tile of a block's rows, KV head, slice of pages): squares of the attention that each compressed
              token got; -1 where there is no copy
-    select   torch.topk, of all KV heads together, then of each: its radix select reads the scores a few times, 4 bytes a
-             token where scoring read a whole K
+    select   torch.topk, of all KV heads together, then of each: its radix select reads the scores a few times, 4 bytes
+             a token where scoring read a whole K
     swap     program (block of queries, KV head, tile of its rows): takes away what the chosen tokens gave, and goes on
              from there with their copies
 
