@@ -89,10 +89,8 @@ def rows(
         tokens: list[Sample] = []
         kl: dict[str, list[float]] = defaultdict(list)
         for window in windows:
-            starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
-            keys_values: list[tuple[Tensor, Tensor]] = []
-            samples = record(llm, window, layers, starts, HORIZON, EVERY, keys_values)
-            tokens += (new := [x for x in samples if x.layer is not None])
+            starts, new, keys_values = _recorded(llm, window, layers, blocks)
+            tokens += new
             if calibration:
                 for name, values in divergences(llm, window, starts, new, signals, kept, keys_values).items():
                     kl[name] += values
@@ -130,6 +128,16 @@ def rows(
     }
 
 
+def _recorded(
+    llm: LLM, window: list[int], layers: Sequence[int], blocks: int
+) -> tuple[list[int], list[Sample], list[tuple[Tensor, Tensor]]]:
+    """Where the blocks of a window start, the samples of its tokens there, and K and V of every layer."""
+    starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
+    keys_values: list[tuple[Tensor, Tensor]] = []
+    samples = record(llm, window, layers, starts, HORIZON, EVERY, keys_values)
+    return starts, [x for x in samples if x.layer is not None], keys_values
+
+
 def _split(
     llm: LLM, signal: Callable[[Sample], Tensor], windows: list[list[int]], layers: Sequence[int], blocks: int
 ) -> dict[int, Tensor]:
@@ -140,10 +148,7 @@ def _split(
     lost: dict[int, list[Tensor]] = defaultdict(list)
     alone: dict[str, Shares] = {str(i): {layer: KEPT if layer == i else 1.0 for layer in layers} for i in layers}
     for window in windows:
-        starts = [len(window) - HORIZON - STEPS * (blocks - i) for i in range(blocks)]
-        keys_values: list[tuple[Tensor, Tensor]] = []
-        samples = record(llm, window, layers, starts, HORIZON, EVERY, keys_values)
-        tokens = [x for x in samples if x.layer is not None]
+        starts, tokens, keys_values = _recorded(llm, window, layers, blocks)
         for x in tokens:
             assert x.layer is not None
             lost[x.layer].append(x.squares.masked_fill(_highest(signal(x), KEPT), 0.0).sum(1))

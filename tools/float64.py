@@ -307,19 +307,18 @@ def recall(batch: Batch) -> tuple[Tensor, Tensor]:
         if not len(places):
             continue
         heads = range(batch.cache.k.shape[0])
-        masses = []
-        for head in heads:
-            rows = (slice(first, first + queries), slice(head * group, (head + 1) * group))
-            logits = all_logits[b][first - starts[b] :, rows[1]][:queries] * math.log(2)
-            masses.append(logits.softmax(-1)[..., places].square().sum((0, 1)))
+        logits_of = [
+            all_logits[b][first - starts[b] :, head * group : (head + 1) * group][:queries] * math.log(2)
+            for head in heads
+        ]
+        masses = [logits.softmax(-1)[..., places].square().sum((0, 1)) for logits in logits_of]
         joint = torch.cat(masses).sort(descending=True).values
         taken = min(count * len(heads), len(joint))
         borders = [(joint[taken - 1], joint[taken])] if taken < len(joint) else []
         for head in heads:
             rows = (slice(first, first + queries), slice(head * group, (head + 1) * group))
-            logits = all_logits[b][first - starts[b] :, rows[1]][:queries] * math.log(2)
+            logits, mass = logits_of[head], masses[head]
             shares = logits.softmax(-1)
-            mass = masses[head]
             order = mass.argsort(descending=True)[: min(int((mass >= joint[taken - 1]).sum()), SPREAD * count)]
             k, v = (x[b][head].double().cpu().clone() for x in (batch.keys, batch.values))
             for x, copies in ((k, batch.copied_keys), (v, batch.copied_values)):

@@ -34,6 +34,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -356,22 +357,14 @@ OPS = {
         "_decompress_kernel", lambda p, n: p.decompress(n, 4, True), lambda m, n: m.compress(n, 4), 2048, 128,
         models=LLAMA_3,
     ),
-    "linear,int8": Op(
-        "_linear_kernel", lambda p, n: p.linear(n, 8), lambda m, n: m.linear(n, 8), 1, 1, 0, 8,
-        models=LLAMA_2, traffic_width=1024,
-    ),
-    "linear,int4": Op(
-        "_linear_kernel", lambda p, n: p.linear(n, 4), lambda m, n: m.linear(n, 4), 1, 1, 0, 8,
-        models=LLAMA_2, traffic_width=1024,
-    ),
-    "linear,int8,chunk": Op(
-        "_linear_kernel", lambda p, n: p.linear(n, 8), lambda m, n: m.linear(n, 8), 256, 64, 0, 16,
-        models=LLAMA_2, traffic_width=1024,
-    ),
-    "linear,int4,chunk": Op(
-        "_linear_kernel", lambda p, n: p.linear(n, 4), lambda m, n: m.linear(n, 4), 256, 64, 0, 16,
-        models=LLAMA_2, traffic_width=1024,
-    ),
+    **{
+        f"linear,int{bits}{name}": Op(
+            "_linear_kernel", partial(Problem.linear, bits=bits), partial(Model.linear, bits=bits), rows, counted, 0,
+            tile, models=LLAMA_2, traffic_width=1024,
+        )
+        for name, rows, counted, tile in (("", 1, 1, 8), (",chunk", 256, 64, 16))
+        for bits in (8, 4)
+    },
 }  # fmt: skip
 MODELS = [
     Model("llama-2-7b", 32, 32, 128, 4096, 11008, "float16"),
