@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -145,3 +147,31 @@ class TestCommand:
         with pytest.raises(SystemExit):
             profile_kernels.main(["--targets", "sm_12"])
         assert "unknown targets sm_12" in capsys.readouterr().err
+
+
+def _die(job: tuple[int, Path, int]) -> int:
+    """Ends its process, as a compiler that crashes does, the first `times` times."""
+    number, diary, times = job
+    if len(diary.read_text()) < times:
+        with diary.open("a") as file:
+            file.write("x")
+        os._exit(1)
+    return number
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_process_that_dies_is_replaced(times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    diary = tmp_path / "deaths"
+    diary.touch()
+    work = [(i, diary, times if i == 2 else 0) for i in range(5)]
+    assert list(profile_kernels.in_processes(_die, work, patience=5.0)) == list(range(5))
+    assert capsys.readouterr().err.count("once more") == times
+
+
+def test_what_dies_again_is_an_error(tmp_path: Path) -> None:
+    diary = tmp_path / "deaths"
+    diary.touch()
+    results = profile_kernels.in_processes(_die, [(0, diary, 0), (1, diary, 9)], patience=5.0)
+    assert next(results) == 0
+    with pytest.raises(ConfigError, match=r"no result for \(1, .*twice"):
+        next(results)

@@ -32,7 +32,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -56,6 +56,7 @@ GPUS = {  # target -> name: (bytes/s, multiprocessors, clock in Hz, 16-bit tenso
 LINKS = {"A100": 25e9, "Orin": 204.8e9, "RTX 4090": 25e9, "H100": 50e9, "H200": 50e9}  # bytes/s from the host
 ISSUE_PER_CYCLE = 4  # warp instructions that a multiprocessor starts in a cycle
 MULTIPROCESSORS = 108  # that the wrappers are told of: they decide the number of splits
+PATIENCE = 240.0  # seconds for one kernel and target, which take 1 to 20
 PAGE = SHORT = 64  # tokens of a page; rows (queries * group) of a short chunk
 
 
@@ -519,17 +520,33 @@ def compile_all(targets: list[str]) -> list[dict[str, Any]]:
     # Whether Triton compiles or interprets is fixed when it is imported: hence another process.
     command = [sys.executable, "-m", "tools.profile_kernels", "--count-traffic"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    with (
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as counting,
-        multiprocessing.Pool() as pool,
-    ):
-        compiled = list(Progress(pool.imap(profile_job, work), desc="Compiling", total=len(work), shown=True))
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as counting:
+        compiled = list(Progress(in_processes(profile_job, work), desc="Compiling", total=len(work), shown=True))
         counted = counting.communicate()[0]
     if counting.returncode:
         raise ConfigError("counting the traffic failed: its message is above")
     traffic = json.loads(counted)
     not_counted = {"traffic_ratio": None, "l2_ratio": None}
     return [row | traffic.get(row["kernel"], not_counted) for row in compiled]
+
+
+def in_processes(function: Callable[[Any], Any], work: list[Any], patience: float = PATIENCE) -> Iterator[Any]:
+    """function(item) of each, in order, from a few processes. A pool waits for ever for one that died or hangs, as
+    compilers now and then do: where no result comes for `patience` seconds, others go on from there, once an item."""
+    done = retried = 0
+    while done < len(work):
+        with multiprocessing.Pool() as pool:
+            results = pool.imap(function, work[done:])
+            try:
+                while done < len(work):
+                    yield results.next(timeout=patience)
+                    done += 1
+            except multiprocessing.TimeoutError:
+                stuck = f"no result for {work[done]} in {patience:g} s: its process died or hangs"
+                if retried > done:
+                    raise ConfigError(f"{stuck}, twice") from None
+                print(f"{stuck}; once more", file=sys.stderr)
+                retried = done + 1
 
 
 def measure(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
