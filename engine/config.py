@@ -14,6 +14,7 @@ from memory.config import TierConfig
 from models.errors import ConfigError
 
 _TIERS = TierConfig()  # the defaults
+_SIZES = "kv_cache_memory", "host_cache_size", "overlay_size", "flash_cache_size"  # also given as "8GiB"
 
 
 def usable_cpus() -> int:
@@ -63,6 +64,7 @@ class EngineConfig:
     cold_format: str = "auto"
     cold_policy: str = "inclusive"
     host_cache_size: int | None = None
+    overlay_size: int | None = None  # on the device
     flash_cache_dir: str | os.PathLike[str] | None = None
     flash_cache_size: int | None = None
     flash_cache_persist: bool = False
@@ -76,7 +78,7 @@ class EngineConfig:
         for name, value in vars(self).items():
             if isinstance(value, os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
-            elif isinstance(value, str) and name in ("kv_cache_memory", "host_cache_size", "flash_cache_size"):
+            elif isinstance(value, str) and name in _SIZES:
                 object.__setattr__(self, name, parse_size(value))
         check(self, ConfigError)
 

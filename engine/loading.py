@@ -183,13 +183,17 @@ def _cold(config: EngineConfig, weights: int, device: torch.device) -> ColdConfi
     """Copies of what is compressed, in the host's memory: beside a GPU, and wherever some are asked for."""
     wanted = config.recall or config.host_cache_size is not None or device.type == "cuda"
     kind = config.cold_format if config.cold_format != "auto" else "exact" if wanted else "none"
+    overlay, got = config.overlay_size or 0, f"cold_format {kind}, device {device} and backend {config.backend}"
+    triton = config.backend == "triton" or (config.backend, device.type) == ("auto", "cuda")
+    able = not overlay or (kind == "exact" and triton)
+    require_config(able, f"overlay_size is of exact copies, and of Triton's kernels, to which they are far; got {got}")
     if kind == "none":
         require_config(not config.recall, "cold_format is none: there are no copies for recall", config.recall)
         return None
     free = free_memory_bytes(torch.device("cpu"))
     size = config.host_cache_size or (1 << 62 if free is None else max(free - weights, 0) // 2)
     recall = config.recall if config.recall is not None else _affordable(device) if device.type == "cuda" else _RECALL
-    return ColdConfig(kind, size, recall, config.recall_block, config.cold_policy == "exclusive")
+    return ColdConfig(kind, size, recall, config.recall_block, config.cold_policy == "exclusive", overlay)
 
 
 def _affordable(device: torch.device) -> float:
@@ -246,8 +250,8 @@ def _capacity(config: EngineConfig, model: LlamaConfig, weights: int, device: to
     token_bytes = model.kv_bytes_per_token(dtype.itemsize)
     context = -(-max_model_len // config.page_size) * config.page_size * token_bytes
     free = free_memory_bytes(device)
-    if uses_graphs(config, device) and free is not None:
-        free = max(free - GRAPH_BYTES, 0)
+    if free is not None:
+        free = max(free - (config.overlay_size or 0) - GRAPH_BYTES * uses_graphs(config, device), 0)
     capacity = config.kv_cache_memory
     if capacity is None:
         if config.kv_budget is not None:  # and the chunk in flight, which is extra

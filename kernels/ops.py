@@ -92,6 +92,16 @@ class QuantizedWeight(NamedTuple):
 Weight = Tensor | QuantizedWeight
 
 
+class Overlay(NamedTuple):
+    """Rows of a layer's exact copies that stay on the device from step to step, for the decoding steps that read them
+    again. What lies there is known by its key, slot * page_size + token, whichever sequence it is of."""
+
+    rows: Tensor  # [Hkv, C, 2, D], as those of LayerCache.copies
+    keys: Tensor  # [Hkv, C + 1] int32: of the rows; -1: there is none. The last is of no row: what finds no place
+    recency: Tensor  # [Hkv, C + 1] float32: 1 for those that the last step read, half as much for each step before
+    counts: Tensor  # [2] int64, of all layers: rows that were read, from copies or here; of these, here
+
+
 class LayerCache(NamedTuple):
     """One layer's cache: exact K and V [Hkv, frames, page_size, D], and the arena of compressed pages as units
     [Hkv, units, unit_bytes] uint8, from which `units_k` and `units_v` start at the same address as k and v unless
@@ -104,6 +114,7 @@ class LayerCache(NamedTuple):
     units_k: Tensor
     units_v: Tensor
     copies: Tensor | None = None
+    overlay: Overlay | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +247,9 @@ class Ops(Protocol):
         squares: for each head as many in the mean as `plan.recall` says, and for one SPREAD times that at most. Their
         share of `out` is replaced by what their copies give: (out + sum of p' v' - p v) / (1 + sum of p' - p), where
         p = exp2(logit - lse), and ' means: of the copies.
+
+        Where there is an overlay, steps that only decode read from it what it has, and leave there what they read
+        besides, in the place of what was read least lately.
         """
 
     def compress(self, x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.attention import LOG2_E, attend, check_attention
 from kernels.codes import block_of, check, factor_of, offsets_of, rotate, signs_of, tile_of
-from kernels.ops import SPREAD, AttentionPlan, LayerCache
+from kernels.ops import SPREAD, AttentionPlan, LayerCache, Overlay
 
 TOKENS = tl.constexpr(16)  # that are decompressed at a time
 MOST_ROWS = 128
@@ -81,22 +81,25 @@ def _score_kernel(
         slots += warm[f][6]
 
 
-@triton.jit(do_not_specialize=["pages", "most"])
-def _swap_kernel(q, out, ends, chosen, copies, rotated, lse, blocks, slots, units_k, units_v, signs, warm, pages, most,
-                 scale, stride_units, stride_slot, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
-                 PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
+@triton.jit(do_not_specialize=["pages", "most", "entries"])
+def _swap_kernel(
+        q, out, ends, chosen, copies, overlay, places, entries, rotated, lse, blocks, slots, units_k, units_v, signs,
+        warm, pages, most, scale, stride_units, stride_slot, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+        BLOCK_M: tl.constexpr, PAGE_SIZE: tl.constexpr, FORMATS: tl.constexpr):
     """Exchange, in the output of a tile of a block's rows, the chosen tokens for their copies.
 
     q, out [T, Hq, D], contiguous; out is read, then written
     chosen [N, Hkv, most]: columns, the best first; ends [N, Hkv] int32: how many of them
     copies: of LayerCache; a slot has no gaps
+    overlay [Hkv, entries, 2, D], places [N, Hkv, most] int32: see `_places`; or None
     signs [D, D]: see `signs_of`; the others as above
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     seq = tl.load(blocks + block * 4).to(tl.int64)
     count = tl.load(ends + block * tl.num_programs(1) + kv_head)
-    chosen += (block * tl.num_programs(1) + kv_head) * most
+    first = (block * tl.num_programs(1) + kv_head) * most
+    chosen += first
     q_tile, old, number, mask = _load_rows(rotated, lse, blocks, block, tl.program_id(2), GROUP, HEAD_DIM, BLOCK_M)
     units_k += kv_head * stride_units
     units_v += kv_head * stride_units
@@ -131,8 +134,15 @@ def _swap_kernel(q, out, ends, chosen, copies, rotated, lse, blocks, slots, unit
         column, found = _load_chosen(chosen, start, count)
         slot = tl.load(slots + seq * pages + column // PAGE_SIZE, mask=found, other=0).to(tl.int64)
         row = copies + slot * stride_slot + (kv_head * PAGE_SIZE + column % PAGE_SIZE) * (2 * ROW)
+        if overlay is not None:
+            place = tl.load(places + first + start + tl.arange(0, TOKENS)[:, None], mask=found, other=-1)
+            near = overlay + (kv_head * entries + tl.where(place < 0, -2 - place, place)) * (2 * ROW)
+            row = tl.where(place >= 0, near, row)
         k = tl.load(row + dim, mask=found & (dim < HEAD_DIM), other=0)
         v = tl.load(row + ROW + dim, mask=found & (dim < HEAD_DIM), other=0)
+        if overlay is not None:
+            tl.store(near + dim, k, mask=(place < -1) & (dim < HEAD_DIM))
+            tl.store(near + ROW + dim, v, mask=(place < -1) & (dim < HEAD_DIM))
         if INT8:
             scales = (row + HEAD_DIM).to(tl.pointer_type(tl.float16), bitcast=True)
             k = k.to(tl.float32) * tl.load(scales, mask=found, other=0.0).to(tl.float32)
@@ -140,6 +150,26 @@ def _swap_kernel(q, out, ends, chosen, copies, rotated, lse, blocks, slots, unit
         visible = tl.sum(found.to(tl.int32))  # those that there are come first
         state = attend(q_tile, k.to(q_tile.dtype), v.to(q_tile.dtype), scale, state, 0, visible, 0, None, None)
     tl.store(out + offsets, (state[0] / state[2][:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+def _places(overlay: Overlay, keys: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the rows of these keys [Hkv, M] are in the overlay: their entry; -2 - entry of those that are to be put
+    there, in the place of what was read least lately; -1 of others. And what its keys are then. found: which are read.
+    """
+    count = overlay.rows.shape[1]
+    known, order = overlay.keys[:, :count].sort(1)
+    near = torch.searchsorted(known, keys).clamp_max_(count - 1)
+    here = found & (known.gather(1, near) == keys)
+    at = torch.where(here, order.gather(1, near), count)
+    recency = overlay.recency.mul_(0.5).scatter_(1, at, 1.0)
+    recency[:, count] = 1.0  # which is no entry
+    rank = (found & ~here).cumsum(1) - 1
+    new = found & ~here & (rank < (recency < 1).sum(1, keepdim=True))
+    entry = torch.where(new, recency.argsort(1).gather(1, rank.clamp_(0, count)), count)
+    recency.scatter_(1, entry, 1.0)
+    overlay.counts.add_(torch.stack([found.sum(), here.sum()]))
+    places = torch.where(here, at, torch.where(new, -2 - entry, -1)).int()
+    return places, overlay.keys.scatter(1, entry, keys)
 
 
 def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: AttentionPlan, scale: float) -> Tensor:
@@ -177,8 +207,18 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
     taken = torch.zeros_like(joint, dtype=torch.bool).scatter_(1, order, ranks < wanted)
     best, chosen = joint.masked_fill_(~taken, -1.0).view_as(mass).topk(min(SPREAD * plan.recall.most, mass.shape[2]))
     ends = torch.minimum((best > 0).sum(2), SPREAD * blocks[:, 3:]).int()  # the best come first
+    overlay, places = cache.overlay if not plan.max_query_len else None, None
+    if overlay is not None:
+        keys = slots[blocks[:, :1, None].long(), chosen // page_size] * page_size + chosen.int() % page_size
+        found = torch.arange(chosen.shape[2], device=q.device) < ends[..., None]
+        flat = (x.transpose(0, 1).flatten(1) for x in (keys, found))
+        places, after = _places(overlay, *flat)
+        places = places.view(num_kv_heads, len(blocks), -1).transpose(0, 1).contiguous()
     _swap_kernel[(len(blocks), num_kv_heads, tiles)](
-        q, result, ends, chosen, copies, rotated, lse, blocks, slots, cache.units_k, cache.units_v, signs, tables,
-        pages, chosen.shape[2], scale * LOG2_E, cache.units_k.stride(0), copies.stride(0),
+        q, result, ends, chosen, copies, overlay and overlay.rows, places, overlay.rows.shape[1] if overlay else 0,
+        rotated, lse, blocks, slots, cache.units_k, cache.units_v, signs, tables, pages, chosen.shape[2],
+        scale * LOG2_E, cache.units_k.stride(0), copies.stride(0),
         **options, num_warps=8 if block_m * head_dim > 4096 else 4)
+    if overlay is not None:  # now that the rows are there
+        overlay.keys.copy_(after)
     return result

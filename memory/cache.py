@@ -96,7 +96,7 @@ class KVCache:
             "kv_cache_usage": 1 - self.idle_units() / self.config.num_units,  # by running requests
             "flash": self.flash.stats() if self.flash else {},
             "compute_s_per_token": self.seconds_per_token,  # of prompts; flash is read where that is faster
-        } | self.reads.report(self.reads.counts)
+        } | self.reads.report(self.reads.counts, self._frames.copies.overlay_hit_rate)
 
     def report(self, sequence: CachedSequence) -> dict[str, Any]:
         """What the sequence holds, in tokens and bytes by tier; the keys stay the same from version to version."""
@@ -122,7 +122,7 @@ class KVCache:
             "moves": sequence.moves,  # of pages, each to a format below its own
             "warm_mass": sequence.warm_mass,
             "missed_mass": 0.0,  # no token is dropped: every query attends to all of them
-        } | self.reads.report(sequence.reads)
+        } | self.reads.report(sequence.reads, self._frames.copies.overlay_hit_rate)
 
     def missing_pages(self, sequence: CachedSequence, length: int) -> int:
         """Exact pages that the sequence lacks for `length` tokens."""
@@ -306,7 +306,9 @@ class KVCache:
             max_query_len=max(counts[num_decodes:], default=0),
             pieces=tuple(pieces),
             warm=tuple(self._frames.warm_pages(tables, bits, decoding) for bits in present),
-            recall=self.reads.plan(sequences, counts, exact_lens, map(self._frames.num_copied, tables), self.device),
+            recall=self.reads.plan(
+                sequences, counts, exact_lens, map(self._frames.num_copied, tables), decoding, self.device
+            ),
         )
 
     def observe(self, sequences: Sequence[CachedSequence], counts: Sequence[int], plan: AttentionPlan,

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.ops import Overlay
 from memory.config import CacheConfig
 
 log = logging.getLogger("isotherm")
@@ -36,7 +37,15 @@ class HostCopies:
         exact = self.exact = config.cold is not None and config.cold.format == "exact"
         shape = (count, config.num_layers, config.num_kv_heads, config.page_size, 2, config.head_dim + 2 * (not exact))
         self.rows = torch.empty(shape, dtype=dtype if exact else torch.int8, pin_memory=device.type == "cuda")
-        self._free = list(range(count - 1, -1, -1))
+        self._page_size, self._free = config.page_size, list(range(count - 1, -1, -1))
+        self.overlay: Overlay | None = None  # of all layers
+        self.overlays: list[Overlay | None] = [None] * config.num_layers  # each layer's part of it
+        if count := config.overlay_rows:
+            rows = torch.empty(*shape[1:3], count, *shape[4:], dtype=dtype, device=device)
+            keys = torch.full((*shape[1:3], count + 1), -1, dtype=torch.int32, device=device)
+            counts = torch.zeros(2, dtype=torch.int64, device=device)
+            self.overlay = Overlay(rows, keys, torch.zeros(keys.shape, device=device), counts)
+            self.overlays = [Overlay(*parts, counts) for parts in zip(*self.overlay[:3], strict=True)]
         self.lossy = np.zeros(num_pages, dtype=bool)  # whether the copy was computed over rounded K and V
 
     def put(self, pages: np.ndarray, exact: Tensor, lossy: np.ndarray) -> None:
@@ -49,8 +58,22 @@ class HostCopies:
             slots = self._free[-len(new) :]
             chosen = exact.index_select(3, torch.from_numpy(new).to(exact.device)).permute(3, 0, 2, 4, 1, 5)
             self.rows.index_copy_(0, torch.tensor(slots), self._encode(chosen).to(self.rows.device))
+            if self.overlay is not None:  # what it has of these slots was of other pages
+                of, written = self.overlay.keys // self._page_size, torch.tensor(slots, device=chosen.device)
+                self.overlay.keys.masked_fill_(torch.isin(of, written), -1)
             self.slots[pages[new]], self.lossy[pages[new]] = slots, lossy[new]  # not before all of it is done
             del self._free[-len(new) :]
+
+    @property
+    def overlay_bytes(self) -> int:
+        """On the device."""
+        return sum(x.nbytes for x in self.overlay or ())
+
+    @property
+    def overlay_hit_rate(self) -> float:
+        """Of the rows that steps of decoding read, the share that was in the overlay."""
+        read, here = self.overlay.counts.tolist() if self.overlay else (0, 0)
+        return here / max(read, 1)
 
     def get(self, pages: np.ndarray) -> Tensor:
         """What exact copies are of, [layers, 2, KV heads, pages, page_size, D]; each of the pages has one."""

@@ -44,6 +44,7 @@ class ColdConfig:
     recall: float = 0.0  # tokens that a query reads exact, for each KV head, as a fraction of all it attends to
     block: int = 16  # consecutive queries of a prompt that read the same tokens
     exclusive: bool = False  # a page that is made exact again loses its copy
+    overlay_bytes: int = 0  # on the device, for rows of exact copies that the next steps may read again
 
     def __post_init__(self) -> None:
         if not (0 <= self.recall <= 1 and self.block >= 1):
@@ -94,6 +95,11 @@ class CacheConfig:
         if self.cold is None or self.cold.format == "exact":
             return self.page_bytes
         return self.page_bytes // (self.head_dim * self.itemsize) * (self.head_dim + 2)
+
+    @property
+    def overlay_rows(self) -> int:
+        """Rows of copies that each KV head of a layer keeps on the device."""
+        return self.cold.overlay_bytes // self.token_bytes if self.cold else 0
 
     @property
     def num_pages(self) -> int:

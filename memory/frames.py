@@ -63,10 +63,8 @@ class Frames:
         count = config.num_units // (WARM_BITS[-1] if config.tiers else config.exact_bits)
         self.copies = HostCopies(config, count, dtype, device)
         rows = self.copies.rows.unbind(1) if config.cold else [None] * config.num_layers
-        self.layers = [
-            LayerCache(k, v, units_k, units_v, copies)
-            for (k, v), (units_k, units_v), copies in zip(self._frames, self._warm.bytes, rows, strict=True)
-        ]
+        parts = zip(self._frames, self._warm.bytes, rows, self.copies.overlays, strict=True)
+        self.layers = [LayerCache(*exact, *units, *below) for exact, units, *below in parts]
         self.bits = np.zeros(count, dtype=np.uint8)
         self._start = np.zeros(count, dtype=np.int32)
         self._high = np.zeros(count if config.tiers else 0, dtype=np.int32)
@@ -90,7 +88,7 @@ class Frames:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes allocated to pages and scales, whole blocks, and the frame table."""
+        """Bytes allocated to pages and scales, whole blocks, to the frame table and the overlay."""
         used = self._exact.allocator.used_units * self.config.unit_total_bytes
         return used + self.shared_bytes + self.table_bytes
 
@@ -102,9 +100,10 @@ class Frames:
 
     @property
     def table_bytes(self) -> int:
+        """What is resident whatever the pages are."""
         tables = (self.bits, self._start, self._high, self._record)
-        slots = self.copies.slots.nbytes if self.config.cold else 0
-        return slots + sum(table.nbytes for table in (tables if self.config.tiers else tables[1:2]))
+        below = self.copies.slots.nbytes + self.copies.overlay_bytes if self.config.cold else 0
+        return below + sum(table.nbytes for table in (tables if self.config.tiers else tables[1:2]))
 
     def alloc(self, after: int | None, missing: int, room: int) -> list[int]:
         """`missing` exact pages: behind the page `after` while there is place, else in runs as long as can be, with

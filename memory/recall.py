@@ -24,7 +24,8 @@ class Reads:
     """Plans the reads of each step, and counts them: for every sequence, and in all.
 
     queries: those over compressed pages; exact: tokens that were exact for them, of these `recalled` from copies; read:
-    tokens read for that, fewer because queries of a block share them.
+    tokens read for that, fewer because queries of a block share them; decoded: of these, those of steps that only
+    decode, which look into the overlay first.
     """
 
     def __init__(self, config: CacheConfig) -> None:
@@ -33,7 +34,7 @@ class Reads:
 
     def plan(
         self, sequences: Sequence[CachedSequence], counts: Sequence[int], exact_lens: list[int],
-        copied: Iterable[int], device: torch.device) -> Recall | None:  # fmt: skip
+        copied: Iterable[int], decoding: bool, device: torch.device) -> Recall | None:  # fmt: skip
         """The reads of a step of counts[i] queries of sequences[i], which has exact_lens[i] exact tokens and copied[i]
         compressed pages that have copies; counted."""
         cold = self.config.cold
@@ -48,17 +49,21 @@ class Reads:
                 blocks += mine
                 recalled, read = count * tokens[b], len(mine) * tokens[b]
                 for reads in (sequence.reads, self.counts):
-                    reads.update(queries=count, exact=count * exact + recalled, recalled=recalled, read=read)
+                    reads.update(queries=count, exact=count * exact + recalled, recalled=recalled, read=read,
+                                 decoded=decoding * read)  # fmt: skip
             start += count
         table = torch.from_numpy(np.array(blocks, dtype=np.int32)).to(device)
         return Recall(cold.block, tuple(tokens), table) if blocks else None
 
-    def report(self, reads: Mapping[str, int]) -> dict[str, Any]:
-        """What the counts say; the keys stay the same from version to version."""
-        per_token = round(reads["read"] * self.config.copy_bytes / self.config.page_size / max(reads["queries"], 1))
+    def report(self, reads: Mapping[str, int], near: float = 0.0) -> dict[str, Any]:
+        """What the counts say, where a share `near` of what was decoded was in the overlay; the keys stay the same from
+        version to version."""
+        saved, row_bytes = near * reads["decoded"], self.config.copy_bytes / self.config.page_size
+        per_token = round((reads["read"] - saved) * row_bytes / max(reads["queries"], 1))
         return {
             # Of the tokens attended exactly, those whose copy was read while the query waited.
-            "cold_hit_rate": reads["recalled"] / max(reads["exact"], 1),
+            "cold_hit_rate": (reads["recalled"] - saved) / max(reads["exact"], 1),
+            "overlay_hit_rate": near,
             "read_bytes_per_token": per_token,
             "read_ms_per_token": {link: per_token / rate * 1e3 for link, rate in LINKS.items()},
         }

@@ -176,7 +176,8 @@ def test_recall_0_keeps_copies_that_nobody_reads(directory):
 
 @pytest.mark.parametrize("changes", [{"recall": 0.1, "cold_format": "none"}, {"recall": 1.5}, {"recall": float("nan")},
                                      {"cold_format": "fp8"}, {"cold_policy": "both"}, {"host_cache_size": 0},
-                                     {"recall_block": 0}])  # fmt: skip
+                                     {"recall_block": 0}, {"overlay_size": 1 << 20},
+                                     {"overlay_size": "1MiB", "cold_format": "int8"}, {"overlay_size": 0}])  # fmt: skip
 def test_what_cannot_be_is_refused(directory, changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):
         load(directory, kv_budget=0.3, **changes)

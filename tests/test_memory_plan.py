@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 KEYS = {  # of ../shared/notes/interfaces.md, and what else there is
     "weights_bytes", "kv_bytes", "activation_bytes", "workspace_bytes", "total_bytes", "host_bytes",
     "cold_read_bytes_per_token", "max_context", "read_ms_per_token", "kv_full_bytes", "kv_in_flight_bytes",
-    "resident_ratio", "total_ratio", "pages_by_bits",
+    "resident_ratio", "total_ratio", "pages_by_bits", "overlay_bytes",
     "model", "context", "batch", "chunk", "dtype", "device", "quantization", "kv_budget", "recall", "cold_format",
     "notes",
 }  # fmt: skip
@@ -101,6 +101,18 @@ def test_what_recall_reads(cold_format, row):
     compressed = 64 * sum(pages for bits, pages in found["pages_by_bits"].items() if bits < 16)
     assert found["kv_bytes"]["cold"] == found["host_bytes"] == compressed * 32 * 32 * 2 * row
     assert plan(context=5001, kv_budget=0.3, recall=0.0)["cold_read_bytes_per_token"] == 0
+
+
+def test_an_overlay_is_on_the_device_and_resident():
+    beside = {"context": 16384, "kv_budget": 0.25, "recall": 0.05, "cold_format": "exact"}
+    less, more = plan(**beside), plan(**beside, overlay_size=429_496_730)
+    assert more["overlay_bytes"] == pytest.approx(429_496_730, rel=0.04) and less["overlay_bytes"] == 0
+    assert more["total_bytes"] - less["total_bytes"] == more["overlay_bytes"]
+    for ratio in ("resident_ratio", "total_ratio"):
+        assert more[ratio] - less[ratio] == pytest.approx(more["overlay_bytes"] / less["kv_full_bytes"])
+    assert more["kv_in_flight_bytes"] == less["kv_in_flight_bytes"]
+    with pytest.raises(ConfigError, match="overlay_size is of exact copies, and cold_format is int8"):
+        plan(**{**beside, "cold_format": "int8"}, overlay_size=1 << 20)
 
 
 # Beside what runs.

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ops import SPREAD, AttentionPlan, LayerCache, Recall, WarmPages
+from kernels.ops import SPREAD, AttentionPlan, LayerCache, Overlay, Recall, WarmPages
 
 # Half a unit in the last place of a result near 1, times a few: the inputs of both sides are the same rounded numbers,
 # and the arithmetic between is float32. In attention p is rounded to the 16-bit type too, which averages out over the
@@ -112,8 +112,9 @@ def make_batch(
         pieces=tuple(pieces),
         warm=tuple(formats),
     )
-    units = (torch.from_numpy(plane).to(device)[:num_kv_heads] for plane in (arena.k, arena.v))
-    bare = Batch(fused[:, :num_heads], keys, values, LayerCache(k_cache, v_cache, *units), plan, [], [], [])
+    units_k, units_v = (torch.from_numpy(plane).to(device)[:num_kv_heads] for plane in (arena.k, arena.v))
+    layer = LayerCache(k_cache, v_cache, units_k, units_v)
+    bare = Batch(fused[:, :num_heads], keys, values, layer, plan, [], [], [])
     return bare if copies is None else _with_copies(bare, copies)
 
 
@@ -293,6 +294,17 @@ def with_recall(batch: Batch, block: int, counts: Sequence[int]) -> Batch:
     ]
     table = torch.tensor(blocks, dtype=torch.int32).view(-1, 4).to(batch.plan.query_start.device)
     return with_plan(batch, recall=Recall(block, tuple(counts), table))
+
+
+def with_overlay(batch: Batch, entries: int) -> Batch:
+    """The batch with an overlay where nothing lies yet, and what nobody has put there is no number."""
+    assert batch.cache.copies is not None
+    heads, device = batch.cache.k.shape[0], batch.q.device
+    rows = torch.full((heads, entries, 2, batch.q.shape[2]), math.nan, dtype=batch.cache.copies.dtype, device=device)
+    keys = torch.full((heads, entries + 1), -1, dtype=torch.int32, device=device)
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    overlay = Overlay(rows, keys, torch.zeros(keys.shape, device=device), counts)
+    return replace(batch, cache=batch.cache._replace(overlay=overlay))
 
 
 def recall(batch: Batch) -> tuple[Tensor, Tensor]:

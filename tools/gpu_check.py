@@ -142,6 +142,16 @@ def _errors(device: str, dtype: Any, heads: int, kv_heads: int, head_dim: int) -
         # Rounded twice, and what is taken away of compressed pages once more than where it was added.
         yield f"recall, {str(copies).removeprefix('torch.')} copies", error(want + off, want, 3)
 
+    warm = {4: [2, 1], 2: [1, 1]} if small else {4: [20, 10], 2: [5, 9]}
+    batch = float64.make_batch([1, 1], [30, 40], heads, kv_heads, head_dim, dtype, 64, 2, device, warm, dtype)
+    batch = float64.with_recall(batch, 1, [9, 20] if small else [100, 60])
+    lse, q, plan, scale = torch.zeros(2, heads, device=device), batch.q, batch.plan, batch.scale
+    out = ops.decode_attention(q, batch.cache, plan, scale, lse=lse)
+    want, cache = ops.recall(q, out, lse, batch.cache, plan, scale), float64.with_overlay(batch, 128).cache
+    for step in ("first", "again"):  # read from the copies, then from the overlay
+        got = ops.recall(q, out, lse, cache, plan, scale)
+        yield f"recall, overlay, {step}", error(got, want)
+
     pages = torch.randn(1 if small else 20, 64, head_dim).to(dtype).to(device)
     for bits in (8, 4, 3, 2):
         for kind, is_key in (("K", True), ("V", False)):

@@ -42,6 +42,7 @@ CASES = (
     Case("exact", "exact, CUDA graphs", _GRAPHS),
     Case("exact", "0.33, CUDA graphs", {**_THIRD, **_GRAPHS}),
     Case("exact", "0.25, recall 0.05, CUDA graphs", {**_QUARTER, **_GRAPHS}),
+    Case("exact", "0.25, recall 0.05, overlay, CUDA graphs", {**_QUARTER, **_GRAPHS, "overlay_size": 1}),
     Case("int8", "exact"),
     Case("int8", "0.33", _THIRD),
     Case("int4", "exact"),
@@ -129,13 +130,15 @@ def _case_rows(engines: _Engines, case: Case, budget: Budget, bandwidth: float |
 def _settings(scale: Scale, case: Case, quantized: bool = True) -> dict[str, Any]:
     length = max(*scale.prefills, *scale.decodes) + scale.tokens + 1
     settings: dict[str, Any] = {"max_model_len": length, "max_num_seqs": 1, "enable_prefix_caching": False}
-    settings |= dict.fromkeys(("kv_budget", "recall"))  # those of the case before
+    settings |= dict.fromkeys(("kv_budget", "recall", "overlay_size"))  # those of the case before
     settings |= {"cold_format": "none", "cuda_graphs": "off", **case.settings}
     if settings["cold_format"] != "none":
         # Pinned memory is taken as a whole: as much as a text of this length fills.
         config = EngineConfig(model=scale.model, dtype=scale.dtype, **settings)
         copies = memory_plan.cache_config(memory_plan.shape(scale.model), config)
         settings["host_cache_size"] = copies.copy_bytes * copies.pages_for(length)
+        if settings["overlay_size"]:  # room for two sets
+            settings["overlay_size"] = copies.token_bytes * length // 10
     if quantized and case.weights in ("int8", "int4"):
         settings["quantization"] = case.weights
     return settings

@@ -50,6 +50,7 @@ GRAPH_BYTES = 256 << 20  # that are left free for CUDA graphs
 CHUNK_ELEMENTS = 1 << 21  # of K, that torch's operations make float32 at a time
 
 _CPU_COMPRESS = 17.5  # bytes that torch's `compress` allocates for each element, measured with tools.bench_memory
+_OVERLAY_READ, _OVERLAY_ROW = 64, 32  # bytes that finding rows there takes for each that is read, and each there is
 _MULTIPROCESSORS = 132  # of an H100 or H200; an A100 has 108
 _MOST_CONTEXT = 1 << 27  # that a model can be configured for
 
@@ -82,10 +83,13 @@ def cache_config(model: LlamaConfig, settings: EngineConfig) -> CacheConfig:
         tiers = TierConfig(settings.kv_budget, max_moves=0, hot_layer_size=most, importance="none")
         if settings.cold_format != "none":
             recall = RECALL if settings.recall is None else settings.recall
-            cold = ColdConfig(settings.cold_format, 1 << 62, recall, settings.recall_block)
+            overlay = settings.overlay_size or 0
+            cold = ColdConfig(settings.cold_format, 1 << 62, recall, settings.recall_block, overlay_bytes=overlay)
             tiers = replace(tiers, recalled=recall > 0)
         elif settings.recall:
             raise ConfigError(f"recall {settings.recall} reads copies of what is compressed, and cold_format is none")
+    if settings.overlay_size and settings.cold_format != "exact":
+        raise ConfigError(f"overlay_size is of exact copies, and cold_format is {settings.cold_format}")
     try:
         config = CacheConfig(
             num_layers=model.num_layers, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, itemsize=itemsize,
@@ -113,7 +117,8 @@ def plan(
     weights = weights_bytes(model, _itemsize(settings), quantization, group)
     kv, pages_by_bits, reads = _settled(config, context, settings.max_num_batched_tokens)
     kv = {tier: count * batch for tier, count in kv.items()}
-    resident, full = kv["hot"] + kv["warm"], context * config.token_bytes * batch
+    overlay, full = _overlay_bytes(config), context * config.token_bytes * batch
+    resident = kv["hot"] + kv["warm"] + overlay
 
     def device_bytes(length: int) -> int:
         return weights + beside_weights(model, replace(settings, max_model_len=length), on_cpu)
@@ -123,10 +128,12 @@ def plan(
     return {
         "weights_bytes": weights,
         "kv_bytes": kv,
-        "kv_in_flight_bytes": _pool_bytes(config) - resident,  # the rest of the pool, for the chunk that is computed
+        "overlay_bytes": overlay,
+        # The rest of the pool, for the chunk that is computed.
+        "kv_in_flight_bytes": _pool_bytes(config) + overlay - resident,
         "kv_full_bytes": full,
         "resident_ratio": resident / full,
-        "total_ratio": sum(kv.values()) / full,
+        "total_ratio": (resident + kv["cold"]) / full,
         "pages_by_bits": pages_by_bits,  # of one sequence
         "activation_bytes": activation,
         "workspace_bytes": workspace,
@@ -139,8 +146,9 @@ def plan(
 
 
 def beside_weights(model: LlamaConfig, settings: EngineConfig, on_cpu: bool = False) -> int:
-    """Bytes of the pool, and of a step."""
-    return _pool_bytes(cache_config(model, settings)) + sum(_step_bytes(model, settings, on_cpu))
+    """Bytes of the pool, of the overlay, and of a step."""
+    config = cache_config(model, settings)
+    return _pool_bytes(config) + _overlay_bytes(config) + sum(_step_bytes(model, settings, on_cpu))
 
 
 def weights_bytes(
@@ -196,12 +204,18 @@ def _settled(config: CacheConfig, context: int, chunk: int) -> tuple[dict[str, i
     }  # fmt: skip
     reads, newest = Reads(config), CachedSequence()
     newest.length = context - 1  # before the token whose query is asked
-    reads.plan([newest], [1], [report["hot_tokens"]], [copied], torch.device("cpu"))
+    reads.plan([newest], [1], [report["hot_tokens"]], [copied], True, torch.device("cpu"))
     return kv, report["pages_by_bits"], reads.report(reads.counts)
 
 
 def _pool_bytes(config: CacheConfig) -> int:
     return config.num_pages * config.page_bytes
+
+
+def _overlay_bytes(config: CacheConfig) -> int:
+    """Rows, and of each KV head a key and a number for how lately each row was read, and for one more."""
+    rows = config.overlay_rows
+    return (rows * config.token_bytes + (rows + 1) * 8 * config.num_layers * config.num_kv_heads + 16) if rows else 0
 
 
 def _step_bytes(model: LlamaConfig, settings: EngineConfig, on_cpu: bool) -> tuple[int, int]:
@@ -295,7 +309,11 @@ def workspace_bytes(
         mass = 4 * blocks * kv_heads * columns * (tiles + (tiles > 1))
         most = 1 << (ceil(config.cold.recall * context) - 1).bit_length()
         # Of all heads together, and of each head SPREAD times as many.
-        parts.append(mass + (4 + 8) * blocks * kv_heads * most * (1 + SPREAD))
+        chosen = (4 + 8) * blocks * kv_heads * most * (1 + SPREAD)
+        parts.append(mass + chosen)
+        if config.overlay_rows:  # of a decoding step: where each row that it reads is, and where those go that are new
+            places = kv_heads * (_OVERLAY_READ * batch * most * SPREAD + _OVERLAY_ROW * config.overlay_rows)
+            parts.append((mass + chosen) // blocks * batch + places)
     return _rotations_bytes(model, context) + max(parts)
 
 
@@ -343,6 +361,9 @@ def parser() -> argparse.ArgumentParser:
         help="copies of what is compressed, in the host's memory (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--overlay-size", metavar="SIZE", help="as 512MB: rows of copies that decoding keeps on the device"
+    )
+    parser.add_argument(
         "--chunk", type=int, default=EngineConfig.max_num_batched_tokens, metavar="N",
         help="tokens computed in one step (default: %(default)s)",
     )  # fmt: skip
@@ -377,6 +398,7 @@ def main(argv: list[str] | None = None) -> int:
         kv_budget=args.kv_budget,
         recall=args.recall,
         cold_format=args.cold_format,
+        overlay_size=args.overlay_size,
     )
     config = cache_config(model, settings)  # refuses what it must before the seconds that torch takes to import
     result = {
@@ -414,6 +436,7 @@ def _show(result: dict[str, Any], device_memory: str | None) -> None:
         "weights": result["weights_bytes"],
         "KV cache, exact": kv["hot"],
         "KV cache, compressed": kv["warm"],
+        "KV cache, overlay": result["overlay_bytes"],
         "KV cache, for the chunk in flight": result["kv_in_flight_bytes"],
         "activations of a chunk": result["activation_bytes"],
         "workspace": result["workspace_bytes"],

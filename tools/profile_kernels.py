@@ -201,18 +201,22 @@ class Problem:
         plan = self.plan(exact, queries, False, n if bits else 0, bits)
         self.ops.prefill_attention(self.qkv(queries)[0], self.layer_cache(exact, n, bits), plan, scale)
 
-    def recall(self, n: int, bits: int, queries: int) -> None:
-        """Of a twentieth of n compressed tokens."""
-        from kernels.ops import Recall
+    def recall(self, n: int, bits: int, queries: int, overlay: bool = False) -> None:
+        """Of a twentieth of n compressed tokens, which an empty overlay has room for."""
+        from kernels.ops import Overlay, Recall
 
-        m = self.model
+        m, many = self.model, n // 20
         plan = self.plan(queries, queries, queries == 1, n, bits)
         warm = replace(plan.warm[0], copies=self.zeros(1, n // PAGE, dtype="int32"))
-        blocks = [(0, first, min(16, queries), n // 20) for first in range(0, queries, 16)]
-        read = Recall(16, (n // 20,), self.torch.tensor(blocks, dtype=self.torch.int32, device=self.device))
+        blocks = [(0, first, min(16, queries), many) for first in range(0, queries, 16)]
+        read = Recall(16, (many,), self.torch.tensor(blocks, dtype=self.torch.int32, device=self.device))
         copies = self.zeros(n // PAGE, m.kv_heads, PAGE, 2, m.head_dim)
         copies = copies.cpu().pin_memory() if self.device == "cuda" else copies
         cache = self.layer_cache(queries, n, bits)._replace(copies=copies)
+        if overlay:
+            rows, counts = self.zeros(m.kv_heads, many, 2, m.head_dim), self.zeros(2, dtype="int64")
+            keys, recency = (self.zeros(m.kv_heads, many + 1, dtype=kind) for kind in ("int32", "float32"))
+            cache = cache._replace(overlay=Overlay(rows, keys - 1, recency, counts))
         q, lse = self.qkv(queries)[0], self.zeros(queries, m.heads, dtype="float32")
         plan, scale = replace(plan, warm=(warm,), recall=read), m.head_dim**-0.5
         self.ops.recall(q, self.torch.zeros_like(q), lse, cache, plan, scale)
@@ -338,6 +342,10 @@ OPS = {
     "recall swap,4 bits": Op(
         "_swap_kernel", lambda p, n: p.recall(n, 4, 1), lambda m, n: m.recall_swap(n, 4, 1), 16384, 1024, 0, 16,
         models=LATER, whole=lambda m, n: m.recall(n, 4, 1),
+    ),
+    "recall swap,4 bits,overlay": Op(
+        "_swap_kernel", lambda p, n: p.recall(n, 4, 1, True), lambda m, n: m.recall_swap(n, 4, 1), 16384, 0, 0, 16,
+        models=LLAMA_2,
     ),
     "recall swap,4 bits,chunk": Op(
         "_swap_kernel", lambda p, n: p.recall(n, 4, 256), lambda m, n: m.recall_swap(n, 4, 256), 16384, 0, 0, 16,

@@ -28,3 +28,26 @@ def test_the_triton_path_equals_the_torch_path(tmp_path: Path, device: str, dtyp
         assert ids["triton"] == ids["torch"]
         assert errors["triton"].max() < 1e-4
     assert errors["triton"].mean() < 1.5 * errors["torch"].mean()
+
+
+def test_an_overlay_changes_no_answer(tmp_path: Path, device: str) -> None:
+    """Of requests after one another, whose copies lie where those of the ones before did; and it spares reads."""
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    make_checkpoint(tmp_path, seed=1, eos_token_id=None, **shape)
+    prompts = [[list(range(3, 73))], [list(range(72, 2, -1))]]
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=2)
+    answers, reports = [], []
+    for size in (None, 1 << 14):
+        llm = LLM(
+            tmp_path, dtype="float32", backend="triton", device=device, threads=1, page_size=16, kv_budget=0.25,
+            recall=0.02, cold_format="exact", recent_tokens=16, enable_prefix_caching=False, overlay_size=size,
+        )  # fmt: skip
+        found = [output for some in prompts for output in llm.generate(some, params, use_tqdm=False)]
+        answers.append([(output.token_ids, output.logprobs) for output in found])
+        reports.append((found[0].cache_report, llm.stats()))
+    assert answers[0] == answers[1]
+    (old, before), (new, after) = reports
+    assert after["overlay_hit_rate"] > 0.2 and before["overlay_hit_rate"] == 0
+    assert after["cold_hit_rate"] < before["cold_hit_rate"] and new["cold_hit_rate"] < old["cold_hit_rate"]
+    assert after["read_bytes_per_token"] < before["read_bytes_per_token"]
+    assert after["kv_capacity_bytes"] - before["kv_capacity_bytes"] == pytest.approx(1 << 14, rel=0.1)

@@ -21,6 +21,7 @@ from engine import LLM, SamplingParams
 
 TIERS = {"kv_budget": 0.3, "recent_tokens": 16, "recall": 0.0, "cold_format": "none"}
 RECALL = {**TIERS, "recall": 0.02, "cold_format": "exact"}
+OVERLAY = {**RECALL, "overlay_size": 20 * 128}  # rows of 20 tokens
 
 
 class OnTheDevice(TorchDispatchMode):
@@ -39,8 +40,8 @@ class Launches(Recorder):
     def __init__(self, monkeypatch, llm):
         super().__init__()
         self.log, self.of, self.compared = [], {}, 0
-        layers = llm._cache.layers
-        self.arena = {x.untyped_storage().data_ptr() for layer in layers for x in layer if x is not None}
+        held = [x for *tensors, overlay in llm._cache.layers for x in (*tensors, *(overlay or ())) if x is not None]
+        self.arena = {x.untyped_storage().data_ptr() for x in held}
         launch = triton_interpreter.GridExecutor.__call__
 
         def logged(executor, *args, **kwargs):
@@ -69,7 +70,8 @@ class Launches(Recorder):
         return outputs
 
 
-@pytest.mark.parametrize(("settings", "lengths"), [(TIERS, (24, 14)), (RECALL, (16,))], ids=["tiers", "recall"])
+@pytest.mark.parametrize(("settings", "lengths"), [(TIERS, (24, 14)), (RECALL, (16,)), (OVERLAY, (16,))],
+                         ids=["tiers", "recall", "overlay"])  # fmt: skip
 def test_graphs_give_the_bits_of_steps_launched_one_by_one(tmp_path, device, monkeypatch, settings, lengths):
     if device != "cpu":
         pytest.skip("stands in for a GPU")

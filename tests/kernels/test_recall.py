@@ -123,6 +123,42 @@ def log_sum_exp(batch: float64.Batch, sequences: range) -> torch.Tensor:
     return torch.cat([(x * math.log(2)).logsumexp(-1) / math.log(2) for x in logits])
 
 
+@pytest.mark.parametrize(("entries", "dtype"), [(1, torch.float16), (9, torch.float32), (64, torch.bfloat16)], ids=str)
+def test_an_overlay_changes_no_bit(entries: int, dtype: torch.dtype, device: str) -> None:
+    """Of queries that change, of two sequences that share pages. Afterwards it holds the rows of its keys, and where
+    there is room for all, all that it held before."""
+    batch = float64.make_batch([1, 1, 1], [5, 20, 7], 6, 2, 16, dtype, 16, 3, device=device,
+                               warm={4: [3, 2, 3], 2: [1, 1, 1]}, copies=dtype)  # fmt: skip
+    shared = tuple(replace(w, copies=w.copies[[0, 1, 0]].contiguous()) for w in batch.plan.warm)
+    batch = float64.with_recall(float64.with_plan(batch, warm=shared), 16, [10, 3, 8])
+    cache, before, page = float64.with_overlay(batch, entries).cache, set(), batch.cache.k.shape[2]
+    generator = torch.Generator(device).manual_seed(0)
+    for step in range(6):
+        noise = torch.randn(batch.q.shape, generator=generator, device=device).to(dtype)
+        now = replace(batch, q=batch.q + (0.3 * noise if step % 2 else 0))
+        out, lse = attend(now)
+        want = recall(now.q, out, lse, now.cache, now.plan, now.scale)
+        got = recall(now.q, out, lse, cache, now.plan, now.scale)
+        assert torch.equal(got, want)
+        found = cache.overlay.keys[:, :entries].tolist()
+        held = {(head, entry, key) for head, keys in enumerate(found) for entry, key in enumerate(keys) if key >= 0}
+        for head, entry, key in held:
+            assert torch.equal(cache.overlay.rows[head, entry].cpu(), cache.copies[key // page, head, key % page])
+        assert entries < 64 or before <= held
+        before = held
+    read, here = cache.overlay.counts.tolist()
+    assert 0 < here < read and (entries < 64 or here > read / 2)
+
+
+def test_chunks_leave_the_overlay_alone(device: str) -> None:
+    batch = float64.make_batch([1, 9], [3, 12], 4, 2, 16, torch.float16, 16, 1, device=device, warm={4: [2, 1]},
+                               copies=torch.float16)  # fmt: skip
+    batch = float64.with_recall(batch, 16, [5, 9])
+    beside = float64.with_overlay(batch, 8)
+    assert torch.equal(run(beside), run(batch))
+    assert (beside.cache.overlay.keys == -1).all() and not beside.cache.overlay.counts.any()
+
+
 class Watched:
     """A kernel whose launches tell the meter what of its arguments they may touch."""
 
