@@ -13,6 +13,8 @@ own will. All sets have the size of the recall set, 5 % of the old tokens of eac
     new      of the set, not in the last step's such set
     early    read for the set if the tokens that the last step recalled are still there, of the size of a recall set
     late     then still to be read while the query waits; without either all of it is
+
+*Overlays* (`--overlay-size`) keep what was read last, as much as so many recall sets, and read nothing early.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from tools.evaluate_attention import RECENT, SINKS, WINDOW, Sample, at_floor, at
 
 STEPS = 64
 AHEAD = {"a layer ahead": 2, "after attention": 1}  # how many sums of the residual before a layer's own
+OVERLAYS = (1.5, 2, 3, 4)  # recall sets that there is room for
 HALF = "half speculated, half the last step's"
 
 
@@ -93,6 +96,18 @@ def rows(
                 }
                 for column, which in measured.items():
                     found[name][column].append(float(which.sum(2).double().mean()) / size)
+            begun = torch.arange(1, STEPS + 1)[:, None]  # when a token was read last, 0: never
+            last = (begun * truth).cummax(1).values[:, STEPS // 2 : -1]  # the first half fills them
+            for kept in OVERLAYS:
+                oldest = last.kthvalue(last.shape[2] - round(kept * size) + 1, 2, keepdim=True).values
+                held = last >= oldest.clamp_min(1)
+                covered, of_exact = (
+                    float((held & wanted[:, STEPS // 2 + 1 :]).sum(2).double().mean()) / size
+                    for wanted in (truth, exact)
+                )
+                row = {"covered": covered, "exact": of_exact, "new": 1 - covered, "early": 0.0, "late": 1 - covered}
+                for column, value in row.items():
+                    found[f"overlay of {kept:g} sets"][column].append(value)
         return causal(q, k, v)
 
     forward(llm, window, attend, hear=lambda residual: heard.append(residual[first : first + STEPS].clone()))
