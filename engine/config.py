@@ -68,6 +68,7 @@ class EngineConfig:
     flash_cache_dir: str | os.PathLike[str] | None = None
     flash_cache_size: int | None = None
     flash_cache_persist: bool = False
+    flash_cache_encrypt: bool = False
     quantization: str | None = None
     quantization_group: int | None = None
     profile: str = "default"

@@ -150,13 +150,16 @@ def _fingerprint(config: CacheConfig, model: LlamaConfig, dtype: torch.dtype, te
 
 def _flash(config: EngineConfig, cache: CacheConfig, fingerprint: bytes) -> FlashStore | None:
     if config.flash_cache_dir is None:
-        unsaid = not (config.flash_cache_size or config.flash_cache_persist)
-        require_config(unsaid, "flash_cache_size and flash_cache_persist need a flash_cache_dir")
+        unsaid = not (config.flash_cache_size or config.flash_cache_persist or config.flash_cache_encrypt)
+        require_config(unsaid, "flash_cache_size, _persist and _encrypt need a flash_cache_dir")
         return None
     require_config(cache.prefix_caching, "flash_cache_dir keeps prefixes, and enable_prefix_caching is off")
     try:
         path, size = Path(config.flash_cache_dir).expanduser(), config.flash_cache_size or _FLASH_BYTES
-        return FlashStore(path, fingerprint, cache.page_bytes, cache.page_size * 4, size, config.flash_cache_persist)
+        persist, encrypt = config.flash_cache_persist, config.flash_cache_encrypt
+        both = "flash_cache_encrypt has a key that goes with the process, and flash_cache_persist keeps what it wrote"
+        require_config(not (persist and encrypt), both)
+        return FlashStore(path, fingerprint, cache.page_bytes, cache.page_size * 4, size, persist, encrypt)
     except StoreRefused as error:
         raise ConfigError(str(error)) from None
 

@@ -20,6 +20,9 @@ are taken, the record that was written or read least lately leaves the index and
 before those that follow it, so that what is left of a text is its beginning. Nothing is synced but a file that stays,
 at the end: what a power cut takes is a miss like any other.
 
+Sealed slots are [ nonce | the slot, encrypted | tag ] by AES-GCM (NIST SP 800-38D) under a key that only this process
+has: nobody can read what a killed one left, and the next store there deletes it.
+
 Rejected: append-only segments (making room copies what is still used, and takes the oldest pages, which the others
 cannot be found without; a lost slot stays lost until then); mmap (a full disk or a truncated file is a SIGBUS); an
 index on flash (it can disagree with the slots); an exception for damage (no caller can but go without the page).
@@ -45,7 +48,8 @@ from typing import Any
 log = logging.getLogger("isotherm")
 
 _BLOCK = 4096
-_MAGIC, _VERSION = b"ISOTHERM", 1
+_MAGIC, _VERSION, _SEALED = b"ISOTHERM", 1, 257
+_NONCE, _TAG = 12, 16  # bytes
 _HEADER = struct.Struct("<8sIQQ32s")  # magic, version, where a slot's page begins, bytes of a slot, fingerprint
 _SLOT = struct.Struct("<IQ?33s")  # CRC32 of the rest, id, lossy, parent; in front the CRC32 of the header, then tokens
 _LOCK = "isotherm.lock"
@@ -123,6 +127,24 @@ def _sizes(directory: int) -> dict[str, int]:
     return {one.name: one.stat(follow_symlinks=False).st_size for one in found if one.is_file(follow_symlinks=False)}
 
 
+def _cipher() -> tuple[Any, tuple[type[Exception], ...]]:
+    """AES-GCM with a fresh key, and what it raises where something is not what it wrote. Raises StoreRefused."""
+    try:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError:
+        raise StoreRefused("sealing needs the package cryptography: pip install 'isotherm[crypto]'") from None
+    return AESGCM(AESGCM.generate_key(256)), (OSError, ValueError, InvalidTag)  # ValueError: of a part of a nonce
+
+
+def _delete_sealed(directory: int) -> None:
+    """What processes left that were killed, as nobody can read it."""
+    for name in _sizes(directory):
+        with ExitStack() as stack, suppress(OSError):
+            if os.pread(_open(name, directory, stack), 12, 0) == _MAGIC + _SEALED.to_bytes(4, "little"):
+                os.unlink(name, dir_fd=directory)
+
+
 def _try(call: Callable[..., None], *args: Any, **options: Any) -> None:
     with suppress(OSError):
         call(*args, **options)
@@ -132,12 +154,17 @@ class FlashStore:
     """Pages of `page_bytes`, found by all tokens that lead to them, `key_bytes` of them a page. One owner calls it."""
 
     def __init__(self, directory: Path, fingerprint: bytes, page_bytes: int, key_bytes: int, capacity_bytes: int,
-                 persist: bool) -> None:  # fmt: skip
+                 persist: bool, seal: bool = False) -> None:  # fmt: skip
         """Opens what the directory has of this fingerprint. capacity_bytes: of all files of ours there, also those of
-        other fingerprints, which are left alone. persist: the file stays there at the end. Raises StoreRefused."""
+        other fingerprints, which are left alone. persist: the file stays there at the end. seal: nobody else can read
+        it, nor this process when it has ended. Raises StoreRefused."""
+        self._cipher: Any = None
+        self._damage: tuple[type[Exception], ...] = (OSError,)
+        if seal:
+            self._cipher, self._damage = _cipher()
         self._path, self._key_bytes, self._page_bytes = directory, key_bytes, page_bytes
         self._start = 4 + _SLOT.size + key_bytes
-        self._slot_bytes = -(-(self._start + page_bytes) // _BLOCK) * _BLOCK
+        self._slot_bytes = -(-(self._start + page_bytes + (_NONCE + _TAG) * seal) // _BLOCK) * _BLOCK
         self._records: dict[int, _Record] = {}  # by their ids, those that go first first
         self._index: dict[tuple[int, bytes], _Record] = {}
         self._queued, self._off = 0, False  # bytes; whether writing is
@@ -145,8 +172,10 @@ class FlashStore:
         self._counts: dict[str, int | float] = dict.fromkeys(names, 0)
         self._lock = threading.Lock()  # of the index and the free slots; nobody writes a page under it
         self._writer = ThreadPoolExecutor(1, "flash")
+        fingerprint += os.urandom(_NONCE) if seal else b""
         digest = hashlib.sha256(b"%d %d " % (key_bytes, page_bytes) + fingerprint).digest()
-        header = _HEADER.pack(_MAGIC, _VERSION, self._start, self._slot_bytes, digest).ljust(_BLOCK, b"\0")
+        version = _SEALED if seal else _VERSION
+        header = _HEADER.pack(_MAGIC, version, self._start, self._slot_bytes, digest).ljust(_BLOCK, b"\0")
         try:
             with ExitStack() as stack:
                 if not directory.exists():
@@ -158,6 +187,7 @@ class FlashStore:
             raise StoreRefused(f"{directory}: {error}; give a directory of your own, and no link to one") from None
 
     def _begin(self, directory: int, header: bytes, capacity: int, persist: bool, stack: ExitStack) -> None:
+        _delete_sealed(directory)
         name, sizes = _name(header), _sizes(directory)
         room = capacity - sum(sizes.values()) + sizes.get(name, 0)
         slots = (room - _BLOCK) // self._slot_bytes
@@ -217,9 +247,10 @@ class FlashStore:
         full = self._queued and self._queued + self._slot_bytes > _QUEUE_BYTES
         if self._off or full or len(path) != page + 1:
             return False
-        image = bytearray(self._slot_bytes)
+        size = self._slot_bytes - (_NONCE + _TAG if self._cipher else 0)
+        image = bytearray(size)
         image[self._start : self._start + self._page_bytes] = payload
-        assert len(image) == self._slot_bytes, "a page of another size"
+        assert len(image) == size, "a page of another size"
         record = _Record(self._next, path[-1], key[end - self._key_bytes : end], lossy, image=image)
         with self._lock:
             self._records[record.id] = self._index[path[-1], record.tokens] = record
@@ -257,8 +288,10 @@ class FlashStore:
             del self._index[record.parent, record.tokens]
 
     def _load(self, record: _Record) -> bytes | None:
-        with suppress(OSError):
+        with suppress(*self._damage):
             image = os.pread(self._fd, self._slot_bytes, _BLOCK + record.slot * self._slot_bytes)
+            if self._cipher:
+                image = self._cipher.decrypt(image[:_NONCE], image[_NONCE:], None)
             if record.head(zlib.crc32(memoryview(image)[self._start :])) == image[: self._start]:
                 return image
         self._counts["corrupt"] += 1
@@ -273,15 +306,18 @@ class FlashStore:
             while not (self._free or self._off) and record.id in self._records:
                 self._drop(next(iter(self._records.values())))
             slot = self._free.pop() if record.id in self._records and not self._off else -1
+        sealed: bytes | bytearray = image
+        if self._cipher:
+            sealed = (nonce := os.urandom(_NONCE)) + self._cipher.encrypt(nonce, bytes(image), None)
         try:
-            if slot >= 0 and os.pwrite(self._fd, image, _BLOCK + slot * len(image)) < len(image):
+            if slot >= 0 and os.pwrite(self._fd, sealed, _BLOCK + slot * len(sealed)) < len(sealed):
                 raise OSError("short write")
         except OSError as error:
             slot, self._off = -1, True
             self._counts["write_errors"] += 1
             log.warning("%s: %s: no more is written there; what is there is still read", self._path, error)
         with self._lock:
-            self._queued -= len(image)
+            self._queued -= self._slot_bytes
             self._counts["writes"] += slot >= 0
             record.slot, record.image = slot, None
             if slot < 0:

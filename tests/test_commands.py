@@ -143,7 +143,8 @@ def test_doctor_of_a_good_machine_and_model(home):
     assert report["cpu"]["default_threads"] == torch.get_num_threads()
     assert report["memory"]["free_bytes"] > 1e8 and report["directories"]["cache"] == str(home / "cache")
     assert report["model"]["tokenizer"] == {"kind": "SentencePieceTokenizer", "vocab_size": 352, "bos_id": 1}
-    assert set(report["features"]) == {"models with a tokenizer.json", "chat templates that come with a model"}
+    features = {"models with a tokenizer.json", "chat templates that come with a model", "--flash-cache-encrypt"}
+    assert set(report["features"]) == features
 
 
 def test_doctor_for_people(home):

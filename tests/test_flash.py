@@ -98,6 +98,54 @@ def unsynced(monkeypatch):
 # What it stores.
 
 
+def test_sealed_pages_are_read_by_their_process_alone(tmp_path):
+    """Nothing of them is in the file; it is gone afterwards, and what a killed process left with the next store."""
+    key = text(*range(40))
+    store = FlashStore(tmp_path, b"model", PAGE, KEY, capacity(100), False, seal=True)
+    write(store, key)
+    store.flush()
+    assert (
+        read(store, key) == 40 and store.stats()["corrupt"] == 0 and not any(r.image for r in store._records.values())
+    )
+    (file,) = files(tmp_path)
+    image = file.read_bytes()
+    for page in range(40):
+        part = key[: (page + 1) * KEY]
+        assert page_of(part)[:12] not in image and struct.pack("<II", page, 7) not in image
+    counts = [image[BLOCK:].count(value) for value in range(256)]
+    mean = (len(image) - BLOCK) / 256
+    assert max(abs(count - mean) for count in counts) < 7 * mean**0.5  # as evenly as random bytes
+    (row,) = inspect(tmp_path)
+    assert (row["version"], row["records"], row["damaged"]) == (257, 0, 0)
+    store.close()
+    assert files(tmp_path) == []
+    for seal in (False, True):
+        file.write_bytes(image)
+        store = FlashStore(tmp_path, b"model", PAGE, KEY, capacity(100), False, seal=seal)
+        assert file not in files(tmp_path) and read(store, key) == 0
+        store.close()
+
+
+def test_damage_of_sealed_slots_is_a_miss(tmp_path):
+    key = text(1, 2, 3)
+    for at in (0, 11, 12, 40, 2000, BLOCK - 17, BLOCK - 1, None):
+        store = FlashStore(tmp_path, b"model", PAGE, KEY, capacity(10), False, seal=True)
+        write(store, key)
+        store.flush()
+        (file,) = files(tmp_path)
+        with file.open("r+b") as handle:
+            if at is None:
+                handle.truncate(3 * BLOCK + 5)
+            else:
+                handle.seek(2 * BLOCK + at)
+                byte = handle.read(1)[0]
+                handle.seek(2 * BLOCK + at)
+                handle.write(bytes([byte ^ 16]))
+        assert read(store, key) == (1 if at is not None else 2), at
+        assert store.stats()["corrupt"] == 1
+        store.close()
+
+
 def test_what_is_written_is_read_at_once_after_a_flush_and_by_the_next_process(tmp_path):
     key = text(1, 2, 3)
     store = make(tmp_path / "d")

@@ -281,7 +281,8 @@ def test_one_process_at_a_time(directory, tmp_path):
     ended(load(directory, tmp_path / "flash"))
 
 
-@pytest.mark.parametrize("changes", [{"flash_cache_persist": True}, {"flash_cache_size": 1 << 20}])
+@pytest.mark.parametrize("changes", [{"flash_cache_persist": True}, {"flash_cache_size": 1 << 20},
+                                     {"flash_cache_encrypt": True}])  # fmt: skip
 def test_settings_of_a_flash_cache_that_there_is_not(directory, changes):
     with pytest.raises(ConfigError, match="flash_cache_dir"):
         load(directory, **changes)
@@ -295,6 +296,22 @@ def test_what_cannot_be_is_refused(directory, tmp_path):
         load(directory, tmp_path / "file")
     with pytest.raises(ConfigError, match="enable_prefix_caching"):
         load(directory, tmp_path / "flash", enable_prefix_caching=False)
+
+
+def test_encrypted_pages_serve_their_process(directory, plain, tmp_path, monkeypatch):
+    where = tmp_path / "flash"
+    with pytest.raises(ConfigError, match="flash_cache_encrypt has a key that goes with the process"):
+        load(directory, where, flash_cache_encrypt=True)
+    llm, tokens = load(directory, where, flash_cache_encrypt=True, flash_cache_persist=False), prompt(150)
+    wanted = answer(plain, tokens)
+    assert answer(llm, tokens) == wanted
+    llm._cache.forget()
+    assert answer(llm, tokens) == (wanted[0], 144) and llm.stats()["flash"]["hits"] == 9
+    ended(llm)
+    assert list(where.glob("*.kv")) == []
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    with pytest.raises(ConfigError, match=r"pip install 'isotherm\[crypto\]'"):
+        load(directory, where, flash_cache_encrypt=True, flash_cache_persist=False)
 
 
 def test_the_command(directory, tmp_path):
