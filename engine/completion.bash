@@ -7,8 +7,8 @@
 
 _shtab_isotherm_subparsers=(generate chat models cache doctor completion)
 
-_shtab_isotherm_generate_option_strings=(-h --help -p --prompt -f --file --json -m --model -q --quiet --max-tokens -n --max-new-tokens --temperature --temp --top-p --top-k --min-p --repetition-penalty --repeat-penalty --seed -s --ignore-eos --stop --tokenizer --dtype --device --backend --cuda-graphs --max-model-len -c --ctx-size --rope-scaling --kv-cache-memory --page-size --max-num-batched-tokens --max-num-seqs --threads --check-tensors --eviction-policy --max-prefix-depth --kv-budget --preset --importance --recent-tokens --attention-window --hot-layer-size --hot-ratio --warm-layer-ratio --hot-threshold --warm-threshold --evict-threshold --warm-placement --recall --cold-format --cold-policy --host-cache-size --overlay-size --flash-cache-dir --flash-cache-size --flash-cache-persist --profile --scorer --adapt --quantization --quantization-group)
-_shtab_isotherm_chat_option_strings=(-h --help --system --chat-template -m --model -q --quiet --max-tokens -n --max-new-tokens --temperature --temp --top-p --top-k --min-p --repetition-penalty --repeat-penalty --seed -s --ignore-eos --stop --tokenizer --dtype --device --backend --cuda-graphs --max-model-len -c --ctx-size --rope-scaling --kv-cache-memory --page-size --max-num-batched-tokens --max-num-seqs --threads --check-tensors --eviction-policy --max-prefix-depth --kv-budget --preset --importance --recent-tokens --attention-window --hot-layer-size --hot-ratio --warm-layer-ratio --hot-threshold --warm-threshold --evict-threshold --warm-placement --recall --cold-format --cold-policy --host-cache-size --overlay-size --flash-cache-dir --flash-cache-size --flash-cache-persist --profile --scorer --adapt --quantization --quantization-group)
+_shtab_isotherm_generate_option_strings=(-h --help -p --prompt -f --file --json -m --model -q --quiet --max-tokens -n --max-new-tokens --temperature --temp --top-p --top-k --min-p --repetition-penalty --repeat-penalty --seed -s --ignore-eos --stop --tokenizer --dtype --device --backend --cuda-graphs --max-model-len -c --ctx-size --rope-scaling --kv-cache-memory --page-size --max-num-batched-tokens --max-num-seqs --threads --check-tensors --eviction-policy --max-prefix-depth --kv-budget --preset --importance --recent-tokens --attention-window --hot-layer-size --hot-ratio --warm-layer-ratio --hot-threshold --warm-threshold --evict-threshold --warm-placement --recall --cold-format --cold-policy --host-cache-size --overlay-size --flash-cache-dir --flash-cache-size --flash-cache-persist --flash-cache-encrypt --profile --scorer --adapt --quantization --quantization-group)
+_shtab_isotherm_chat_option_strings=(-h --help --system --chat-template -m --model -q --quiet --max-tokens -n --max-new-tokens --temperature --temp --top-p --top-k --min-p --repetition-penalty --repeat-penalty --seed -s --ignore-eos --stop --tokenizer --dtype --device --backend --cuda-graphs --max-model-len -c --ctx-size --rope-scaling --kv-cache-memory --page-size --max-num-batched-tokens --max-num-seqs --threads --check-tensors --eviction-policy --max-prefix-depth --kv-budget --preset --importance --recent-tokens --attention-window --hot-layer-size --hot-ratio --warm-layer-ratio --hot-threshold --warm-threshold --evict-threshold --warm-placement --recall --cold-format --cold-policy --host-cache-size --overlay-size --flash-cache-dir --flash-cache-size --flash-cache-persist --flash-cache-encrypt --profile --scorer --adapt --quantization --quantization-group)
 _shtab_isotherm_models_option_strings=(-h --help --json)
 _shtab_isotherm_cache_option_strings=(-h --help --flash-cache-dir --json)
 _shtab_isotherm_doctor_option_strings=(-h --help -m --model --stats --json)
@@ -71,6 +71,7 @@ _shtab_isotherm_generate___quiet_nargs=0
 _shtab_isotherm_generate___ignore_eos_nargs=0
 _shtab_isotherm_generate___check_tensors_nargs=0
 _shtab_isotherm_generate___flash_cache_persist_nargs=0
+_shtab_isotherm_generate___flash_cache_encrypt_nargs=0
 _shtab_isotherm_generate___adapt_nargs=0
 _shtab_isotherm_chat__h_nargs=0
 _shtab_isotherm_chat___help_nargs=0
@@ -79,6 +80,7 @@ _shtab_isotherm_chat___quiet_nargs=0
 _shtab_isotherm_chat___ignore_eos_nargs=0
 _shtab_isotherm_chat___check_tensors_nargs=0
 _shtab_isotherm_chat___flash_cache_persist_nargs=0
+_shtab_isotherm_chat___flash_cache_encrypt_nargs=0
 _shtab_isotherm_chat___adapt_nargs=0
 _shtab_isotherm_models__h_nargs=0
 _shtab_isotherm_models___help_nargs=0
