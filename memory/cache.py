@@ -168,7 +168,7 @@ class KVCache:
         if there is place."""
         match = self.prefixes.match(tokens, salt, exact)
         if self.flash is not None:
-            stored = self.flash.match(self.prefixes.namespace(salt), array("i", tokens).tobytes())
+            stored = self._stored(tokens, salt, exact)
             if len(stored) > len(match.values):  # the whole of the page that the tail is of, and more
                 match = match._replace(tail=None, length=len(match.values) * self.config.page_size)
         if not match.length:
@@ -205,7 +205,7 @@ class KVCache:
             return
         key, namespace = array("i", tokens[: full * self.config.page_size]).tobytes(), self.prefixes.namespace(salt)
         sequence.stored = full
-        for page in range(len(self.flash.match(namespace, key)), full):
+        for page in range(len(self.flash.match(namespace, key, exact=True)), full):
             if not self._frames.is_known(sequence.pages[page]):
                 break
             values, lossy = self._frames.read(sequence.pages[page])
@@ -221,7 +221,7 @@ class KVCache:
         size = self.config.page_size
         if self.flash is None or sequence.length % size:
             return
-        found = self.flash.match(self.prefixes.namespace(salt), array("i", tokens).tobytes())[sequence.length // size :]
+        found = self._stored(tokens, salt, exact)[sequence.length // size :]
         known = self.flash.stats()
         slow = known["hits"] > 15 and known["read_seconds"] / known["hits"] > size * self.seconds_per_token > 0
         if slow or not found:
@@ -234,12 +234,18 @@ class KVCache:
             except OutOfPages:
                 break
             page = self.flash.read(record)
-            if page is None or (exact and page[1]):
+            if page is None:
                 break
             values = torch.frombuffer(bytearray(page[0]), dtype=torch.uint8).view(self.layers[0].k.dtype).view(shape)
             self._frames.write(sequence.pages[sequence.length // size], values, page[1])
             sequence.length += size
             self.settle(others)
+
+    def _stored(self, tokens: list[int], salt: str, exact: bool) -> list[int]:
+        """What flash has of them. Without tiers, exact pages alone: who sets no budget gets exact answers."""
+        assert self.flash is not None
+        exact = exact or self.config.tiers is None
+        return self.flash.match(self.prefixes.namespace(salt), array("i", tokens).tobytes(), exact)
 
     def forget(self, sequences: Sequence[CachedSequence] = ()) -> None:
         """Let go of every prefix that no sequence holds, but these."""

@@ -42,6 +42,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +213,10 @@ class FlashStore:
         # The clock is ahead of every id that was ever used, also of those that cannot be read today.
         self._next = max([time.time_ns(), *(record.id for record in found)]) + 1
 
-    def match(self, namespace: bytes, key: bytes) -> list[int]:
-        """The ids of the key's leading full pages that are stored. namespace: 32 bytes."""
-        return self._walk(namespace, key)[1:]
+    def match(self, namespace: bytes, key: bytes, exact: bool = False) -> list[int]:
+        """The ids of the key's leading full pages that are stored, and exact if so asked. namespace: 32 bytes."""
+        found = self._walk(namespace, key)[1:]
+        return list(takewhile(lambda number: not (exact and self._records[number].lossy), found))
 
     def _walk(self, namespace: bytes, key: bytes) -> list[int]:
         """The parent of the first page, and the ids of those that are stored."""
@@ -240,20 +242,29 @@ class FlashStore:
         return memoryview(image)[self._start : self._start + self._page_bytes].toreadonly(), record.lossy
 
     def write(self, namespace: bytes, key: bytes, page: int, payload: bytes | memoryview, lossy: bool) -> bool:
-        """Queue the key's page of this number, and say so. Nothing happens if it is stored, if the one before it is
-        not, if too much is queued, or if writing is off."""
+        """Queue the key's page of this number, and say whether it is stored or will be. Nothing happens if it is, but
+        that an exact one takes the place of a lossy one; nor if the one before it is not stored, if too much is queued,
+        or if writing is off."""
         end = (page + 1) * self._key_bytes
         path = self._walk(namespace, key[:end])
+        old = self._records[path[-1]] if len(path) == page + 2 else None
+        if old and (lossy or not old.lossy):
+            return True
         full = self._queued and self._queued + self._slot_bytes > _QUEUE_BYTES
-        if self._off or full or len(path) != page + 1:
+        if self._off or full or len(path) <= page:
             return False
         size = self._slot_bytes - (_NONCE + _TAG if self._cipher else 0)
         image = bytearray(size)
         image[self._start : self._start + self._page_bytes] = payload
         assert len(image) == size, "a page of another size"
-        record = _Record(self._next, path[-1], key[end - self._key_bytes : end], lossy, image=image)
+        # In the place of another one under its id, so that what follows is found.
+        record = _Record(
+            old.id if old else self._next, path[page], key[end - self._key_bytes : end], lossy, image=image
+        )
         with self._lock:
-            self._records[record.id] = self._index[path[-1], record.tokens] = record
+            if old:
+                self._drop(old)
+            self._records[record.id] = self._index[record.parent, record.tokens] = record
             self._touch(record)
             self._next += 1
             self._queued += self._slot_bytes
@@ -282,8 +293,10 @@ class FlashStore:
             record = self._records.get(record.parent)
 
     def _drop(self, record: _Record) -> None:
-        if self._records.pop(record.id, None) and record.slot >= 0:
-            self._free.append(record.slot)
+        if self._records.get(record.id) is record:
+            del self._records[record.id]
+            if record.slot >= 0:
+                self._free.append(record.slot)
         if self._index.get((record.parent, record.tokens)) is record:
             del self._index[record.parent, record.tokens]
 
@@ -303,9 +316,9 @@ class FlashStore:
     def _store(self, record: _Record, image: bytearray) -> None:
         image[: self._start] = record.head(zlib.crc32(memoryview(image)[self._start :]))
         with self._lock:
-            while not (self._free or self._off) and record.id in self._records:
+            while not (self._free or self._off) and self._records.get(record.id) is record:
                 self._drop(next(iter(self._records.values())))
-            slot = self._free.pop() if record.id in self._records and not self._off else -1
+            slot = self._free.pop() if self._records.get(record.id) is record and not self._off else -1
         sealed: bytes | bytearray = image
         if self._cipher:
             sealed = (nonce := os.urandom(_NONCE)) + self._cipher.encrypt(nonce, bytes(image), None)
@@ -319,6 +332,8 @@ class FlashStore:
         with self._lock:
             self._queued -= self._slot_bytes
             self._counts["writes"] += slot >= 0
+            if slot >= 0 and self._records.get(record.id) is not record:  # another one came in its place meanwhile
+                self._free.append(slot)
             record.slot, record.image = slot, None
             if slot < 0:
                 self._drop(record)

@@ -211,6 +211,39 @@ def test_a_page_says_whether_it_is_lossy(tmp_path):
     store.close()
 
 
+def test_an_exact_page_takes_the_place_of_a_lossy_one(tmp_path, gate):
+    """Also while that one waits to be written, or is; never the other way round. What follows stays where it is."""
+    key = text(1, 2, 3)
+    for moment in ("stored", "waiting", "written"):
+        store = make(tmp_path / moment, slots=3)
+        if moment != "stored":
+            gate.may.clear()
+        for page in range(3):
+            other = bytes(reversed(page_of(key[: (page + 1) * KEY])))
+            assert store.write(SPACE, key, page, other if page == 1 else page_of(key[: (page + 1) * KEY]), page == 1)
+        assert len(store.match(SPACE, key)) == 3 and len(store.match(SPACE, key, exact=True)) == 1
+        if moment == "stored":
+            store.flush()
+        elif moment == "written":
+            time.sleep(0.05)  # the writer is in the first one by now
+        (number,) = store.match(SPACE, key)[1:2]
+        assert store.read(number)[1]
+        assert store.write(SPACE, key, 1, page_of(key[: 2 * KEY]), False)
+        gate.may.set()
+        store.flush()
+        for lossy in (False, True):  # is there: nothing happens
+            writes = gate.writes
+            assert store.write(SPACE, key, 1, b"x" * PAGE, lossy)
+            store.flush()
+            assert gate.writes == writes
+        for _ in range(2):
+            assert read(store, key) == 3 and len(store.match(SPACE, key, exact=True)) == 3
+            check(store, 3)
+            store.close()
+            store = make(tmp_path / moment, slots=3)
+        store.close()
+
+
 def test_payloads_of_any_buffer_and_pages_larger_than_a_block(tmp_path):
     store = make(tmp_path, page=5000, slots=20)
     payload = os.urandom(5000)
