@@ -24,7 +24,7 @@ from memory import CapacityError
 from memory.cache import KVCache
 from memory.config import WARM_BITS, CacheConfig, ColdConfig, TierConfig
 from memory.flash import FlashStore, StoreRefused
-from memory.importance import DEFAULT, PROFILES, load_scorer
+from memory.importance import DEFAULT, HAND_WEIGHTS, PROFILES, load_scorer, packed
 from models.checkpoint import TensorInfo, open_checkpoint
 from models.errors import ConfigError, require_config
 from models.files import optional_object, read_object
@@ -110,10 +110,10 @@ def shape_of(model: LlamaConfig) -> str:
     return f"{model.num_layers} layers, {heads}, vocabulary {model.vocab_size}"
 
 
-def _scorer(config: EngineConfig, cache: CacheConfig, model: LlamaConfig) -> Tensor | None:
+def _scorer(config: EngineConfig, cache: CacheConfig, model: LlamaConfig) -> Tensor:
     """By what pages are scored, where any may be compressed."""
     if config.scorer is None and cache.tiers is None:
-        return None
+        return HAND_WEIGHTS
     try:
         scorer, about = load_scorer(Path(config.scorer or DEFAULT).expanduser())
     except ValueError as error:
@@ -121,7 +121,7 @@ def _scorer(config: EngineConfig, cache: CacheConfig, model: LlamaConfig) -> Ten
     if config.scorer and about.get("model") != shape_of(model):
         words = "scorer %s was trained on a model of %s, and this one has %s"
         log.warning(words, config.scorer, about.get("model"), shape_of(model))
-    return scorer.packed(PROFILES[config.profile])
+    return packed(scorer, PROFILES[config.profile])
 
 
 def second_cache(engine: Engine, config: EngineConfig) -> Engine:
