@@ -10,7 +10,7 @@ import pkgutil
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -152,18 +152,6 @@ def words(command: str, part: str, figures: dict[str, Any]) -> str:
     for unit, other, factor in (("_bytes", "_mb", 1e-6), ("_bytes", "_gb", 1e-9), ("_s", "_ms", 1e3)):
         figures |= {key.replace(unit, other): value * factor for key, value in numbers.items() if unit in key}
     return "".join(text.format(**figures) for key, most, text in COMMANDS[command][part] if numbers.get(key, 0) > most)
-
-
-def lines(facts: dict[str, Any], indent: str = "") -> Iterator[str]:
-    """Facts for people: a line a fact, indented by section."""
-    words = {"True": "yes", "False": "no", "None": "-", "[]": "-"}
-    for key, value in facts.items():
-        if isinstance(value, dict):
-            yield f"{indent}{key}:"
-            yield from lines(value, indent + "  ")
-        else:
-            said = f"{value / 1e9:.2f} GB" if key.endswith("_bytes") and value is not None else value
-            yield f"{indent}{key.removesuffix('_bytes')}: {words.get(str(said), said)}"
 
 
 def given(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache import main
 from memory.flash import FlashStore
 from models.errors import ConfigError
+from tools.cache import main
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, KEY, SLOT = 5000, 8, 8192
@@ -157,7 +157,7 @@ def test_usage(args, capsys):
 
 def test_the_command_imports_no_torch(two):
     code = (
-        "import sys; from engine.cache import main; main(sys.argv[1:]);"
+        "import sys; from tools.cache import main; main(sys.argv[1:]);"
         "print(sorted({'torch', 'numpy', 'tqdm'} & set(sys.modules)), file=sys.stderr)"
     )
     args = [sys.executable, "-c", code, "verify", "--flash-cache-dir", str(two[0])]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import origins, strangers
-from engine.cli import lines, parser, run
+from engine.cli import parser, run
 from engine.config import usable_cpus
 from engine.errors import TokenizerError
 from models.checkpoint import open_checkpoint
@@ -21,6 +21,7 @@ from models.errors import ConfigError, ModelFormatError, require
 from models.files import read_object
 from models.llama.config import LlamaConfig
 from models.resolve import cache_directory, found, places, resolve
+from tools.facts import lines
 
 # core: its packages and the oldest versions that work, as pyproject.toml has them. extras: packages, what they are for,
 # and the extra that has them. advice: of a run's statistics, the most a number should be, and which knob to turn.

@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from engine.cli import lines, parser
+from engine.cli import parser
 from models.errors import ConfigError
+from tools.facts import lines
 
 
 def main(argv: list[str] | None = None) -> int:
