@@ -277,7 +277,7 @@ def flags_of(command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_completion_of_bash_knows_all_flags(command):
     """Else python -m tools.make_completion was forgotten."""
-    script = ROOT / "engine" / "completion.bash"
+    script = ROOT / "tools" / "completion.bash"
     assert set(complete(script, "isotherm", command, "-")) == flags_of(command)
 
 
@@ -315,7 +315,7 @@ def test_completion_scripts_are_those_that_the_tool_makes():
     from tools.make_completion import script
 
     for shell in ("bash", "zsh"):
-        made = (ROOT / "engine" / f"completion.{shell}").read_text()
+        made = (ROOT / "tools" / f"completion.{shell}").read_text()
         if made.endswith(f"\n# by shtab {shtab.__version__}\n"):
             assert made == script(shell)
 

@@ -29,7 +29,7 @@ TRITON_FILES = {f"kernels/{name}.py" for name in (
 NO_TORCH = {
     "memory/__init__.py", "memory/config.py", "memory/buddy.py", "memory/errors.py", "models/__init__.py",
     "models/errors.py", "models/resolve.py", "models/llama/config.py", "models/files.py", "models/checkpoint.py",
-    "engine/completion.py", "engine/doctor.py", "tools/doctor.py", "engine/__init__.py", "memory/flash.py",
+    "tools/completion.py", "engine/doctor.py", "tools/doctor.py", "engine/__init__.py", "memory/flash.py",
     "engine/config.py", "engine/errors.py", "engine/cli.py", "tools/cache.py", "tools/facts.py",
 }  # fmt: skip
 

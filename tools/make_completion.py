@@ -1,4 +1,4 @@
-"""Writes engine/completion.bash and .zsh, which `isotherm completion` prints, from the commands' own parsers, by shtab.
+"""Writes tools/completion.bash and .zsh, which `isotherm completion` prints, from the commands' own parsers, by shtab.
 
 python -m tools.make_completion, after a flag or a command was added or renamed (tests/test_commands.py notices)
 """
@@ -15,7 +15,7 @@ import shtab
 
 from engine.cli import COMMANDS, parser
 
-ENGINE = Path(__file__).resolve().parent.parent / "engine"
+HERE = Path(__file__).resolve().parent
 # What is completed behind a flag, by its destination, beside the choices of a setting; behind others nothing is.
 _WAYS = {
     **dict.fromkeys(("file", "tokenizer", "chat_template", "stats"), shtab.FILE),
@@ -26,7 +26,7 @@ _MODELS = '_isotherm_models() { compgen -d -- "$1"; compgen -W "$(ls "${ISOTHERM
 
 
 def script(shell: str) -> str:
-    settings = json.loads((ENGINE / "flags.json").read_text("utf-8"))["EngineConfig"]
+    settings = json.loads((HERE.parent / "engine" / "flags.json").read_text("utf-8"))["EngineConfig"]
     choices = {name: [str(choice) for choice in row["one_of"]] for name, row in settings.items() if "one_of" in row}
     choices["device"] = ["auto", "cpu", "cuda"]
     isotherm = argparse.ArgumentParser(prog="isotherm")
@@ -45,7 +45,7 @@ def script(shell: str) -> str:
 
 def main() -> int:
     for shell in ("bash", "zsh"):
-        file = ENGINE / f"completion.{shell}"
+        file = HERE / f"completion.{shell}"
         file.write_text(script(shell), "utf-8")
         print(file)
     return 0
