@@ -618,7 +618,7 @@ def test_noncharacters_in_messages(tokenizers):
 
 def test_nothing_heavy_is_imported():
     names = "{'torch', 'numpy', 'jinja2', 'tqdm', 'tokenizers', 'sentencepiece'}"
-    code = f"import sys, engine.templates, engine.chat; print(sorted({names} & set(sys.modules)))"
+    code = f"import sys, engine.templates, tools.chat; print(sorted({names} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
 
