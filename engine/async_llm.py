@@ -28,7 +28,7 @@ from typing import Any
 from engine.config import RequestOutput, SamplingParams
 from engine.llm import LLM, Prompt
 from engine.templates import Message
-from memory import CapacityError
+from memory.errors import CapacityError
 from models.errors import require_config
 
 Outputs = AsyncGenerator[RequestOutput, None]

@@ -25,7 +25,7 @@ from engine.sampler import sample, top_logprobs
 from engine.scheduler import Request, Scheduler
 from engine.templates import ChatTemplate, Message, find_template
 from engine.tokenizer import Detokenizer
-from memory import CapacityError
+from memory.errors import CapacityError
 from models.errors import require_config
 
 Prompt = str | list[int]

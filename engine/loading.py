@@ -20,9 +20,9 @@ from engine.metrics import free_memory_bytes
 from engine.progress import Progress
 from engine.tokenizer import Tokenizer, load_tokenizer
 from kernels.reference import cpu_computes_bfloat16
-from memory import CapacityError
 from memory.cache import KVCache
 from memory.config import WARM_BITS, CacheConfig, ColdConfig, TierConfig
+from memory.errors import CapacityError
 from memory.flash import FlashStore, StoreRefused
 from memory.importance import DEFAULT, HAND_WEIGHTS, PROFILES, load_scorer, packed
 from models.checkpoint import TensorInfo, open_checkpoint

@@ -1,5 +1,1 @@
 """Models: checkpoints on disk, and the Llama forward pass. Importing this package does not import torch."""
-
-from models.errors import ConfigError, ModelFormatError
-
-__all__ = ["ConfigError", "ModelFormatError"]

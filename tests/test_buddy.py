@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from memory import AllocatorError
 from memory.buddy import BuddyAllocator, OutOfUnits
+from memory.errors import AllocatorError
 
 
 def maximal_free_blocks(free, max_order):

@@ -13,9 +13,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from kernels import reference
 from kernels.reference import rope_store
-from memory import CapacityError
 from memory.cache import KVCache
 from memory.config import CacheConfig
+from memory.errors import CapacityError
 from memory.frames import OutOfPages
 from memory.prefix import CachedSequence
 

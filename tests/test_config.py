@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.checkpoint import DEFAULTS, DROP
 
-from models import ConfigError
+from models.errors import ConfigError
 from models.llama.config import LlamaConfig, RopeScaling
 
 CONFIGS = Path(__file__).resolve().parents[2] / "shared" / "data" / "model-configs"

@@ -20,8 +20,8 @@ import torch
 from oracle.checkpoint import DEFAULTS, make_checkpoint, random_weights, write_safetensors, write_weights
 
 from engine import LLM, SamplingParams, TokenizerError
-from models import ModelFormatError
 from models.checkpoint import open_checkpoint, read_header
+from models.errors import ModelFormatError
 from models.files import MAX_JSON_BYTES, read_object
 from models.llama.config import LlamaConfig
 from models.llama.model import LlamaWeights
@@ -700,7 +700,7 @@ def test_a_file_truncated_while_it_is_loaded_is_an_error_and_no_signal(tmp_path)
         import os, sys
         from pathlib import Path
         import torch
-        from models import ModelFormatError
+        from models.errors import ModelFormatError
         from models.llama.config import LlamaConfig
         from models.llama.model import LlamaWeights
         from models.checkpoint import open_checkpoint
