@@ -57,6 +57,7 @@ class LLM:
         self.tokenizer = engine.tokenizer
         self.max_model_len = engine.max_model_len
         self.generation_config = engine.generation_config
+        self.vocab_size = engine.model.config.vocab_size  # token ids are below it
         self._model = engine.model
         self._cache = engine.cache
         device = engine.model.device
@@ -80,11 +81,6 @@ class LLM:
         other.config = replace(self.config, **changes)
         other._start(second_cache(self._engine, other.config), self._progress)
         return other
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are 0 to vocab_size - 1."""
-        return self._model.config.vocab_size
 
     def generate(
         self, prompts: str | list[str] | list[list[int]], params: SamplingParams | None = None, use_tqdm: bool = True

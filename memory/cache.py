@@ -58,6 +58,8 @@ class KVCache:
         self.flash = flash if config.prefix_caching else None
         self.seconds_per_token = 0.0  # that computing takes; 0 as long as nobody knows
         self.layers = self._frames.layers
+        # Of the whole pool and the frame table.
+        self.capacity_bytes = config.num_units * config.unit_total_bytes + self._frames.table_bytes
         self._planes = config.unit_total_bytes // config.unit_bytes
         self.reads = Reads(config)
 
@@ -70,11 +72,6 @@ class KVCache:
     def resident_bytes(self) -> int:
         """Bytes allocated to pages and scales, whole blocks, and the frame table."""
         return self._frames.resident_bytes
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of the whole pool and the frame table."""
-        return self.config.num_units * self.config.unit_total_bytes + self._frames.table_bytes
 
     def stats(self) -> dict[str, Any]:
         """What the cache holds and did; the keys stay the same from version to version."""

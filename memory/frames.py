@@ -69,6 +69,9 @@ class Frames:
         self._start = np.zeros(count, dtype=np.int32)
         self._high = np.zeros(count if config.tiers else 0, dtype=np.int32)
         self._record = np.zeros(count if config.tiers else 0, dtype=np.int32)
+        tables = (self._start, self.bits, self._high, self._record) if config.tiers else (self._start,)
+        below = self.copies.slots.nbytes + self.copies.overlay_bytes if config.cold else 0
+        self.table_bytes = sum(table.nbytes for table in tables) + below  # resident whatever the pages are
         self.owners = np.zeros(count, dtype=np.int32)
         self.lossy = np.zeros(count, dtype=bool)  # K and V are rounded, or were computed over some that are
         self._free_pages = list(range(count - 1, -1, -1))
@@ -97,13 +100,6 @@ class Frames:
         """Of the resident bytes, those in shared host memory."""
         used = self._warm.allocator.used_units if self._warm is not self._exact else 0
         return used * self.config.unit_total_bytes
-
-    @property
-    def table_bytes(self) -> int:
-        """What is resident whatever the pages are."""
-        tables = (self.bits, self._start, self._high, self._record)
-        below = self.copies.slots.nbytes + self.copies.overlay_bytes if self.config.cold else 0
-        return below + sum(table.nbytes for table in (tables if self.config.tiers else tables[1:2]))
 
     def alloc(self, after: int | None, missing: int, room: int) -> list[int]:
         """`missing` exact pages: behind the page `after` while there is place, else in runs as long as can be, with
