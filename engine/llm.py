@@ -32,8 +32,6 @@ Prompt = str | list[int]
 Outputs = Generator[RequestOutput, None, None]
 log = logging.getLogger("isotherm")
 
-_COUNTED = ("num_preemptions", "num_prompt_tokens", "num_cached_tokens")  # of requests that were begun; in the cache
-
 
 class LLM:
     """A model, its cache and the requests in flight. One thread at a time; several `LLM`s may live in one process."""
@@ -204,7 +202,7 @@ class LLM:
             "num_requests_running": len(self._scheduler.running),
             "num_requests_waiting": len(self._scheduler.waiting),
             "num_requests_failed": self._num_failed,  # that ended with finish_reason "error"
-            **{name: getattr(self._scheduler, name) for name in _COUNTED}, "max_model_len": self.max_model_len,
+            **self._scheduler.counts, "max_model_len": self.max_model_len,
             "prefix_tree_depth": self._cache.prefixes.tree.depth,
             "weights_bytes": self._model.nbytes, "peak_rss_bytes": peak_rss_bytes(),
         } | self._cache.stats()  # fmt: skip

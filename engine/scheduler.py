@@ -110,9 +110,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.num_preemptions = 0
-        self.num_prompt_tokens = 0  # of requests that were begun
-        self.num_cached_tokens = 0  # of these, that were found in the cache
+        # The tokens: of requests that were begun, and of these, those that were found in the cache.
+        self.counts = dict.fromkeys(("num_preemptions", "num_prompt_tokens", "num_cached_tokens"), 0)
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -189,8 +188,8 @@ class Scheduler:
         """`count` more tokens of the request are computed; what there is of its prompt serves others from now on."""
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.sequence.length
-            self.num_prompt_tokens += request.num_prompt_tokens
-            self.num_cached_tokens += request.num_cached_tokens
+            self.counts["num_prompt_tokens"] += request.num_prompt_tokens
+            self.counts["num_cached_tokens"] += request.num_cached_tokens
         self.cache.commit(request.sequence, count)
         if request.shares:
             if count > 1:
@@ -223,7 +222,7 @@ class Scheduler:
         request = self.running.pop()
         self._leave(request)
         request.num_preemptions += 1
-        self.num_preemptions += 1
+        self.counts["num_preemptions"] += 1
         self.waiting.appendleft(request)
         return True
 
