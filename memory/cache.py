@@ -25,6 +25,7 @@ Invariants (tests/oracle/invariants.py asserts them):
 
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -174,15 +175,13 @@ class KVCache:
         if match.tail is not None:
             self._frames.share([match.tail])  # so that making room for the copy does not let go of it
             try:
-                self.make_room(1, ())
-                self.reserve(sequence, match.length)
-            except OutOfPages:
-                pass  # then these few tokens are computed again
-            else:
-                values, lossy = self._frames.read(match.tail)
-                rest = match.length % self.config.page_size
-                self._frames.write(sequence.pages[-1], values[..., :rest, :], lossy)
-                sequence.length = match.length
+                with suppress(OutOfPages):  # then these few tokens are computed again
+                    self.make_room(1, ())
+                    self.reserve(sequence, match.length)
+                    values, lossy = self._frames.read(match.tail)
+                    rest = match.length % self.config.page_size
+                    self._frames.write(sequence.pages[-1], values[..., :rest, :], lossy)
+                    sequence.length = match.length
             finally:
                 self._frames.free(match.tail)
 
