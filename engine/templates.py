@@ -107,9 +107,7 @@ def find_template(config: EngineConfig, choice: str | None = None) -> TemplateSo
         require_request(choice is None, f"--chat-template must be {', '.join(BUILT_IN)} or a file, got", choice)
         own = settings.get("chat_template")
         if isinstance(own, list):  # of several the one called default
-            own = next(
-                (one.get("template") for one in own if isinstance(one, dict) and one.get("name") == "default"), None
-            )
+            own = {str(one.get("name")): one.get("template") for one in own if isinstance(one, dict)}.get("default")
         origin, text = f"{directory}/tokenizer_config.json (chat_template)", own if isinstance(own, str) else ""
     require_config(text != "", f"{directory}: no chat template; use --chat-template llama2, chatml or FILE")
     plain = text.removesuffix("\n")  # a last newline is none of the template, says jinja2
