@@ -8,8 +8,6 @@ Importing this package imports nothing else of weight; each name is imported whe
 `AsyncLLM` need torch.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -14,8 +14,6 @@ Rejected: a lock around the LLM (an abort would wait for a step, and the event l
 each reader (a slow one grows without bound, or holds up the others).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The engine: from prompts to answers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -66,7 +64,7 @@ class LLM:
         self._requests: dict[int, Request] = {}
         self._changed: dict[int, Request] = {}  # what the next `step` returns
 
-    def twin(self, **changes: Any) -> LLM:
+    def twin(self, **changes: Any) -> "LLM":
         """Another `LLM` of the same weights, which are not loaded again, with an empty cache of its own.
 
         changes: its other settings of cache and steps, as kv_budget or page_size. Raises ConfigError, CapacityError.

@@ -13,8 +13,6 @@ is what was asked, and a warning would not reach the caller of a server. Where t
 unknown, as the model was trained with, that is used and a warning is logged once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -45,7 +43,7 @@ class AddedToken(NamedTuple):
     special: bool
 
 
-def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
+def load_tokenizer(path: Path, vocab_size: int | None = None) -> "Tokenizer":
     """The tokenizer of a model directory, or of a file; vocab_size: of the model, which has a row for every token and
     may have more. Raises TokenizerError naming what was looked for, or both numbers."""
     kinds: dict[str, Callable[..., Tokenizer]] = {".model": SentencePieceTokenizer, ".json": JsonTokenizer}

@@ -1,7 +1,5 @@
 """Kernels: every operation twice, in torch (`reference`) and in Triton (`fused`), behind `ops.Ops`."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, cast
 
@@ -9,7 +7,7 @@ if TYPE_CHECKING:
     from kernels.ops import Ops
 
 
-def load(backend: str) -> Ops:
+def load(backend: str) -> "Ops":
     """The operations of one backend: "torch" or "triton". Only the backend asked for is imported."""
     module = {"torch": "kernels.reference", "triton": "kernels.fused"}[backend]
     return cast("Ops", importlib.import_module(module))

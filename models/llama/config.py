@@ -1,7 +1,5 @@
 """config.json of a Llama checkpoint, checked before anything is allocated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -98,7 +96,7 @@ class LlamaConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], rope_scaling: Mapping[str, Any] | None = None) -> LlamaConfig:
+    def from_dict(cls, raw: Mapping[str, Any], rope_scaling: Mapping[str, Any] | None = None) -> "LlamaConfig":
         """Read config.json's keys, in the spellings of Transformers 4 and 5.
 
         `rope_scaling` replaces the checkpoint's own. Raises ConfigError naming the key, got and wanted.
