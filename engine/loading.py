@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import kernels
 from engine.config import EngineConfig, usable_cpus
@@ -110,7 +109,7 @@ def shape_of(model: LlamaConfig) -> str:
     return f"{model.num_layers} layers, {heads}, vocabulary {model.vocab_size}"
 
 
-def _scorer(config: EngineConfig, cache: CacheConfig, model: LlamaConfig) -> Tensor:
+def _scorer(config: EngineConfig, cache: CacheConfig, model: LlamaConfig) -> torch.Tensor:
     """By what pages are scored, where any may be compressed."""
     if config.scorer is None and cache.tiers is None:
         return HAND_WEIGHTS

@@ -1,12 +1,11 @@
 """The next token of each request from its logits."""
 
 import torch
-from torch import Tensor
 
 from engine.config import SamplingParams
 
 
-def sample(logits: Tensor, params: SamplingParams, history: list[int], generator: torch.Generator | None) -> int:
+def sample(logits: torch.Tensor, params: SamplingParams, history: list[int], generator: torch.Generator | None) -> int:
     """One token id. logits [vocab_size] float32 on the CPU; history: the ids that repetition_penalty counts as seen.
 
     Penalty, temperature, top_k, top_p, min_p, in this order. The same generator state gives the same token.
@@ -34,7 +33,7 @@ def sample(logits: Tensor, params: SamplingParams, history: list[int], generator
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def top_logprobs(logits: Tensor, token: int, count: int) -> dict[int, float]:
+def top_logprobs(logits: torch.Tensor, token: int, count: int) -> dict[int, float]:
     """Log-probabilities of the `count` most likely tokens and of the chosen one. logits [vocab_size] float32."""
     logprobs = logits.log_softmax(-1)
     best = logprobs.topk(min(count, logits.numel()))

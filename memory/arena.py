@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from memory.buddy import BuddyAllocator
 from memory.config import CacheConfig
@@ -38,7 +37,7 @@ class Arena:
         # Of all the records that there could be. Where a whole block of them is free, it is no block of records.
         self._records = BuddyAllocator(num_units >> config.record_order << self._shift, unit="record")
 
-    def rows(self, row_bytes: int) -> Tensor:
+    def rows(self, row_bytes: int) -> torch.Tensor:
         """The units as aligned blocks, or as records of scales: [layers, 2, heads, rows, row_bytes], a view."""
         return self.bytes.view(*self.bytes.shape[:3], -1, row_bytes)
 
