@@ -23,7 +23,7 @@ from memory.cache import KVCache
 from memory.config import WARM_BITS, CacheConfig, ColdConfig, TierConfig
 from memory.errors import CapacityError
 from memory.flash import FlashStore, StoreRefused
-from memory.importance import DEFAULT, HAND_WEIGHTS, PROFILES, load_scorer, packed
+from memory.importance import DEFAULT, PROFILES, load_scorer
 from models.checkpoint import TensorInfo, open_checkpoint
 from models.errors import ConfigError, require_config
 from models.files import optional_object, read_object
@@ -109,10 +109,10 @@ def shape_of(model: LlamaConfig) -> str:
     return f"{model.num_layers} layers, {heads}, vocabulary {model.vocab_size}"
 
 
-def _scorer(config: EngineConfig, cache: CacheConfig, model: LlamaConfig) -> torch.Tensor:
+def _scorer(config: EngineConfig, cache: CacheConfig, model: LlamaConfig) -> torch.Tensor | None:
     """By what pages are scored, where any may be compressed."""
     if config.scorer is None and cache.tiers is None:
-        return HAND_WEIGHTS
+        return None
     try:
         scorer, about = load_scorer(Path(config.scorer or DEFAULT).expanduser())
     except ValueError as error:
@@ -120,7 +120,7 @@ def _scorer(config: EngineConfig, cache: CacheConfig, model: LlamaConfig) -> tor
     if config.scorer and about.get("model") != shape_of(model):
         words = "scorer %s was trained on a model of %s, and this one has %s"
         log.warning(words, config.scorer, about.get("model"), shape_of(model))
-    return packed(scorer, PROFILES[config.profile])
+    return scorer.packed(PROFILES[config.profile])
 
 
 def second_cache(engine: Engine, config: EngineConfig) -> Engine:

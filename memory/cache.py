@@ -35,7 +35,7 @@ from kernels.ops import AttentionPlan, Ops
 from memory.config import CacheConfig
 from memory.flash import FlashStore
 from memory.frames import Frames, OutOfPages, padded
-from memory.importance import HAND_WEIGHTS, AttentionRecord
+from memory.importance import AttentionRecord, Scorer
 from memory.prefix import CachedSequence, PrefixCache
 from memory.recall import Reads
 from memory.replacement import Replacement
@@ -46,15 +46,16 @@ class KVCache:
 
     def __init__(
         self, config: CacheConfig, dtype: torch.dtype, device: torch.device, ops: Ops,
-        scorer: torch.Tensor = HAND_WEIGHTS, fingerprint: bytes = b"", flash: FlashStore | None = None,
+        scorer: torch.Tensor | None = None, fingerprint: bytes = b"", flash: FlashStore | None = None,
     ) -> None:  # fmt: skip
-        """Allocates the arena. scorer: `importance.packed`. fingerprint: of the model, for the keys of prefixes. flash:
-        keeps their pages beyond the pool and the process. Raises CapacityError if the device does not have the
-        bytes."""
+        """Allocates the arena. scorer: `Scorer.packed`; hand weights without one. fingerprint: of the model, for the
+        keys of prefixes. flash: keeps their pages beyond the pool and the process. Raises CapacityError if the device
+        does not have the bytes."""
         self.config = config
         self.device = device
         self._frames = Frames(config, dtype, device, ops)
-        self._replacement = Replacement(config, self._frames, ops, scorer.to(device))
+        weights = Scorer().packed() if scorer is None else scorer
+        self._replacement = Replacement(config, self._frames, ops, weights.detach().to(device))
         self.prefixes = PrefixCache(config, self._frames, fingerprint)  # empty without prefix caching
         self.flash = flash if config.prefix_caching else None
         self.seconds_per_token = 0.0  # that computing takes; 0 as long as nobody knows

@@ -6,25 +6,18 @@ page has no advantage over a young one (plain sums of attention favour what has 
 `kernels.ops`; docs/importance.md says how it is trained, and what it earns.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.ops import NUM_FEATURES, SCORE_HIDDEN, Ops
+from kernels.reference import score
 
 FEATURE_VERSION = "2"  # of what a scorer reads: one that was trained on others is refused
 DEFAULT = Path(__file__).with_name("scorer.safetensors")  # made by tools.train_scorer
-# The tensors of a scorer: of the relevance network, and all of them.
-_NETWORK = {
-    "relevance.0.weight": (SCORE_HIDDEN, NUM_FEATURES + 2), "relevance.0.bias": (SCORE_HIDDEN,),
-    "relevance.2.weight": (1, SCORE_HIDDEN), "relevance.2.bias": (1,)}  # fmt: skip
-_SHAPES: dict[str, tuple[int, ...]] = dict.fromkeys(("alpha", "beta", "gamma", "log_tau"), ()) | _NETWORK
-# By hand, as `packed` gives them: alpha, beta, gamma and 1 / tau, beside a network that finds all pages the same.
-HAND_WEIGHTS = torch.tensor([0.6, 0.3, 0.1, 1 / 512] + [0.0] * (SCORE_HIDDEN * (NUM_FEATURES + 4) + 1))
 # What a profile multiplies alpha, beta and gamma by.
 PROFILES = {"default": (1, 1, 1), "chat": (1, 1.5, 1), "document": (1, 1, 1.1), "code": (1.25, 1, 1)}
 # What is averaged, and over how many of the setting's windows: the newest lift; lift / (1 + lift), which says how often
@@ -68,30 +61,52 @@ class AttentionRecord:
         return np.concatenate([averages, around[..., :-2, None], around[..., 2:, None]], axis=-1)
 
 
-def packed(scorer: Mapping[str, Tensor], factors: tuple[float, ...] = (1, 1, 1)) -> Tensor:
-    """A scorer's tensors as `Ops.score` reads them; factors: of alpha, beta and gamma."""
-    terms = torch.stack([scorer["alpha"], scorer["beta"], scorer["gamma"]])
-    weights = terms.abs() * terms.new_tensor(factors)
-    network = [scorer[name].flatten() for name in _NETWORK]
-    return torch.cat([weights / weights.sum().clamp_min(1e-6), torch.exp(-scorer["log_tau"])[None], *network])
+class Scorer(nn.Module):
+    """The score of pages; all parameters are trained by backpropagation. The relevance network starts neutral: it gives
+    every page the same until it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(0.6))
+        self.beta = nn.Parameter(torch.tensor(0.3))
+        self.gamma = nn.Parameter(torch.tensor(0.1))
+        self.log_tau = nn.Parameter(torch.tensor(np.log(512.0), dtype=torch.float32))  # of the decay, in tokens
+        with torch.random.fork_rng(devices=[]):  # not the caller's stream
+            torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed the GPUs too
+            first, second = nn.Linear(NUM_FEATURES + 2, SCORE_HIDDEN), nn.Linear(SCORE_HIDDEN, 1)
+            self.relevance = nn.Sequential(first, nn.SiLU(), second)
+            for parameter in second.parameters():
+                nn.init.zeros_(parameter)
+
+    def packed(self, factors: tuple[float, ...] = (1, 1, 1)) -> Tensor:
+        """The parameters as `Ops.score` reads them; factors: of alpha, beta and gamma."""
+        weights = torch.stack([self.alpha, self.beta, self.gamma]).abs() * self.alpha.new_tensor(factors)
+        parts = [weights / weights.sum().clamp_min(1e-6), torch.exp(-self.log_tau)[None]]
+        return torch.cat([*parts, *(parameter.flatten() for parameter in self.relevance.parameters())])
+
+    def forward(self, features: Tensor, ages: Tensor) -> Tensor:
+        """Scores [pages] in [0, 1] of features [pages, NUM_FEATURES] and ages [pages], in tokens."""
+        return score(features, ages, self.packed())
 
 
-def load_scorer(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of the scorer that tools.train_scorer wrote, float32, and what it says of it. Raises ValueError
-    naming file, got, wanted."""
+def load_scorer(path: Path) -> tuple[Scorer, dict[str, str]]:
+    """The scorer that tools.train_scorer wrote, and what it says of it. Raises ValueError naming file, got, wanted."""
+    scorer = Scorer()
+    wanted = {name: tuple(value.shape) for name, value in scorer.state_dict().items()}
     try:
         with safe_open(path, "pt") as file:
             about: dict[str, str] = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: no scorer: {error}") from None
     if (version := about.get("feature_version")) != FEATURE_VERSION:
         raise ValueError(f"{path}: a scorer of feature version {version}, {FEATURE_VERSION} is wanted: train it again")
-    if (found := {name: tuple(value.shape) for name, value in tensors.items()}) != _SHAPES:
-        raise ValueError(f"{path}: wanted the tensors {_SHAPES}, got {found}")
-    if odd := [name for name, value in tensors.items() if not torch.isfinite(value).all()]:
+    if (found := {name: tuple(value.shape) for name, value in tensors.items()}) != wanted:
+        raise ValueError(f"{path}: wanted the tensors {wanted}, got {found}")
+    if odd := [name for name, value in tensors.items() if not torch.isfinite(value.float()).all()]:
         raise ValueError(f"{path}: NaN or infinity in {', '.join(odd)}")
-    return tensors, about
+    scorer.load_state_dict(tensors)
+    return scorer, about
 
 
 def page_ages(num_pages: int, page_size: int, length: int) -> np.ndarray:
@@ -101,7 +116,7 @@ def page_ages(num_pages: int, page_size: int, length: int) -> np.ndarray:
 
 def score_pages(weights: Tensor, record: AttentionRecord, ages: np.ndarray, importance: str, ops: Ops) -> np.ndarray:
     """Scores [pages] float64 by the setting: score, random (the same for a page whenever it is asked), none. weights:
-    `packed`, where `ops` computes."""
+    `Scorer.packed`, where `ops` computes."""
     if importance == "none":
         return np.zeros(len(ages))
     if importance == "random":

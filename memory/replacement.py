@@ -32,7 +32,7 @@ class Replacement:
     """Compresses pages of sequences, least important first. Only where the configuration has tiers."""
 
     def __init__(self, config: CacheConfig, frames: Frames, ops: Ops, scorer: Tensor) -> None:
-        """scorer: `importance.packed`, on the device."""
+        """scorer: `Scorer.packed`, on the device."""
         self.config = config
         self.num_moves = 0
         self.num_promotions = 0  # of compressed pages to exact ones

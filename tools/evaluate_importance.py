@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine import LLM
 from engine.progress import Progress
 from kernels import reference
-from memory.importance import PROFILES
+from memory.importance import PROFILES, Scorer
 from tools import evaluate_readahead
 from tools.evaluate_attention import (
     RECENT,
@@ -41,7 +41,6 @@ from tools.evaluate_attention import (
     recalled,
     record,
 )
-from tools.scorer import Scorer
 
 Shares = dict[int, float] | dict[int, Tensor]  # of the old tokens of each layer, or of each of its KV heads
 KEPT, TRUTH, HORIZON, STEPS, EVERY = 0.05, 0.1, 512, 64, 16

@@ -33,8 +33,8 @@ from tools.bench import provenance
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from memory.importance import Scorer
     from tools.evaluate_attention import Sample
-    from tools.scorer import Scorer
 
 HELD_OUT = "held-out"
 _PAGES_KEPT = 0.25  # of pages, which are few and alike
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from engine import LLM
     from engine.loading import shape_of
     from engine.progress import Progress
-    from tools.scorer import Scorer
+    from memory.importance import Scorer
 
     samples: dict[str, list[Sample]] = {"train": [], HELD_OUT: []}
     recorded = Path(f"{args.out}.samples")
