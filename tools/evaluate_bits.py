@@ -19,7 +19,6 @@ The first four tokens, the newest 64 and the 64 that are predicted are exact. Th
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -223,8 +222,8 @@ def bits_within(llm: LLM, wanted: float, start: int, fractions: Sequence[float])
 def plan(
     calibration: Calibration, fractions: tuple[float, ...], factors: Tensor, bits: float, alike: bool = False
 ) -> Plan:
-    """So many bits a token of all layers, where errors cost most. factors [2 * layers, tiers]: what they cost in a tier,
-    to the mean. alike: every layer gets the same bits, and K as many as V less a bit."""
+    """So many bits a token of all layers, where errors cost most. factors [2 * layers, tiers]: what they cost in a
+    tier, to the mean. alike: every layer gets the same bits, and K as many as V less a bit."""
     costs = calibration.costs[:, None] * factors[..., None]
     prices = torch.tensor(fractions, dtype=torch.float64)[:, None].expand(costs.shape)
     if not alike:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 MOST = 8  # bits of a component
 _RIDGE = 1e-2  # of the mean of the diagonal, that no direction counts as free
-_ROUNDS = 100  # of fitting levels
+_LEAST = 1e-9  # of the largest cost of a component
+_ROUNDS = 1000  # of fitting levels
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,11 @@ class Transform:
 
 def fit(mean: Tensor, covariance: Tensor, weight: Tensor) -> Transform:
     """The transform of vectors of that mean [C] and covariance [C, C], whose errors e cost e' weight e; float64."""
-    covariance, weight = (x + _RIDGE * float(x.diagonal().mean()) * torch.eye(len(x)) for x in (covariance, weight))
+    weight = weight + _RIDGE * float(weight.diagonal().mean()) * torch.eye(len(weight))
     values, vectors = torch.linalg.eigh(weight)
     root, inverse = ((vectors * values.pow(power)) @ vectors.T for power in (0.5, -0.5))
     costs, directions = (x.flip(-1) for x in torch.linalg.eigh(root @ covariance @ root))
+    costs = costs.clamp_min(_LEAST * float(costs[0]))  # rounding leaves less than nothing
     deviations = costs.sqrt()
     analysis, synthesis = root @ directions / deviations, deviations[:, None] * directions.T @ inverse
     return Transform(mean.float(), analysis.float(), synthesis.float(), costs)
@@ -56,9 +58,11 @@ def lloyd(x: Tensor, bits: int) -> Tensor:
     stays where it is."""
     x = x.double().sort().values
     sums = torch.cat([x.new_zeros(1), x.cumsum(0)])
-    # Where many levels are best for a normal distribution: as dense as the cube root of it.
-    quantiles = (torch.arange(1 << bits, dtype=torch.float64) + 0.5) / (1 << bits)
-    levels = x.mean() + x.std() * 3**0.5 * torch.special.ndtri(quantiles)
+    # Many levels are best as dense as the cube root of the density: of a normal one, that of one sqrt(3) as wide. The
+    # same share of the values as there lies below each.
+    parts = (torch.arange(1 << bits, dtype=torch.float64) + 0.5) / (1 << bits)
+    places = torch.special.ndtr(3**0.5 * torch.special.ndtri(parts)) * (len(x) - 1)
+    levels = torch.lerp(x[places.floor().long()], x[places.ceil().long()], places.frac())
     for _ in range(_ROUNDS):
         edges = torch.searchsorted(x, midpoints(levels))
         ends = torch.cat([edges.new_zeros(1), edges, edges.new_full((1,), len(x))])
@@ -78,7 +82,8 @@ def quantize(x: Tensor, levels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Tables:
-    """The levels of each number of bits from 0 to MOST, and what they leave of the variance, `distortion` [MOST + 1]."""
+    """The levels of each number of bits from 0 to MOST, and what they leave of the variance, `distortion`
+    [MOST + 1]."""
 
     levels: tuple[Tensor, ...]
     distortion: Tensor
