@@ -67,7 +67,8 @@ class Past:
 def _rotated(llm: LLM, keys: Tensor) -> Tensor:
     """Keys [T, Hkv * D] of the positions from 0 on, with RoPE."""
     cos, sin = llm._model.rope[: len(keys), None].chunk(2, dim=-1)
-    return reference._rotate(keys.unflatten(1, (-1, llm._model.config.head_dim)), cos, sin).flatten(1)
+    found: Tensor = reference._rotate(keys.unflatten(1, (-1, llm._model.config.head_dim)), cos, sin)
+    return found.flatten(1)
 
 
 class _Differentiable:
@@ -305,9 +306,8 @@ def engine_codes(x: Tensor, bits: int, is_key: bool) -> tuple[Tensor, float]:
     """K or V [Hkv, T, D] as the engine's pages of so many bits give it back, and its bytes a token."""
     pages = x.unflatten(1, (-1, PAGE)).flatten(0, 1)
     codes, records = reference.compress(pages, bits, is_key)
-    return reference.decompress(codes, records, bits, is_key, x[:, :PAGE]).view_as(x), (
-        codes.nbytes + records.nbytes
-    ) / x.shape[1]
+    back = reference.decompress(codes, records, bits, is_key, x[:, :PAGE]).view_as(x)
+    return back, (codes.nbytes + records.nbytes) / x.shape[1]
 
 
 def divergences(llm: LLM, calibration: Calibration, one: Read, rows: Sequence[Row]) -> Tensor:
@@ -356,8 +356,9 @@ def divergences(llm: LLM, calibration: Calibration, one: Read, rows: Sequence[Ro
 
     ids = torch.tensor([one.window[start : start + STEPS] for start in one.starts])
     positions = torch.tensor(one.starts)[:, None] + torch.arange(STEPS)
+    ids, positions = (x.repeat(1, versions).flatten() for x in (ids, positions))
     with torch.no_grad():
-        hidden = model.forward(*(x.repeat(1, versions).flatten() for x in (ids, positions)), attention)
+        hidden = model.forward(ids, positions, attention)
         found = []
         for block in hidden.split(versions * STEPS):
             log_p = model.exact_logits(block).log_softmax(-1).unflatten(0, (versions, STEPS))
