@@ -366,6 +366,34 @@ def divergences(llm: LLM, calibration: Calibration, one: Read, rows: Sequence[Ro
     return torch.stack(found, 1)
 
 
+def planned(
+    llm: LLM, calibration: Calibration, reads: Sequence[Read], wanted: float
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """What is compared at such a share of the bytes, and what each mix of tiers costs where one is chosen."""
+    start = reads[0].starts[0]
+    bits = bits_within(llm, wanted, start, (1.0,))
+    even = torch.ones(len(calibration.transforms), 1, dtype=torch.float64)
+    uniform, alike = (plan(calibration, (1.0,), even, bits, alike) for alike in (False, True))
+    rest = calibration.tables.distortion[uniform.bits[:, 0]]
+    factors = tier_factors(llm, calibration, reads, MIXES, rest)
+    plans = [
+        plan(calibration, mix, each, bits_within(llm, wanted, start, mix))
+        for mix, each in zip(MIXES, factors, strict=True)
+    ]
+    tried = [Row("trained", each, "trained") for each in plans]
+    kl = torch.cat([divergences(llm, calibration, one, tried) for one in reads], 1).mean(1).tolist()
+    best, mixes = plans[kl.index(min(kl))], []
+    for each, value in zip(plans, kl, strict=True):
+        means = each.bits.double().mean(-1).unflatten(0, (-1, 2)).mean(0)
+        mixes.append({
+            "wanted": wanted, "mix": " / ".join(f"{100 * x:g} %" for x in each.fractions), "kl": value,
+            "bits_k": means[0].tolist(), "bits_v": means[1].tolist(), "chosen": each is best,
+        })  # fmt: skip
+    found = [Row(f"{by}, {wanted:g}", best, by) for by in BY]
+    found += [Row(f"uniform, {wanted:g}", uniform), Row(f"uniform, all layers alike, {wanted:g}", alike)]
+    return found, mixes
+
+
 def rows(
     llm: LLM, scorer: Scorer, texts: dict[str, list[int]], fitted: Sequence[list[int]], choosing: Sequence[list[int]],
     wanted: Sequence[float], blocks: int,
@@ -377,31 +405,12 @@ def rows(
         raise ConfigError(f"--bytes {lacking[0]:g}: the exact window alone is {share(llm, 0, start):.3f} of the bytes")
     calibration = calibrate(llm, fitted)
     reads = [read(llm, scorer, window, blocks) for window in choosing]
-    one_tier = torch.ones(len(calibration.transforms), 1, dtype=torch.float64)
     compared, mixes = [Row(f"engine, {bits} bits", bits) for bits in ENGINE], []
     uniform_of: dict[str, str] = {}
     for of in wanted:
-        uniform = plan(calibration, (1.0,), one_tier, bits_within(llm, of, start, (1.0,)))
-        rest = calibration.tables.distortion[uniform.bits[:, 0]]
-        factors = tier_factors(llm, calibration, reads, MIXES, rest)
-        plans = [
-            plan(calibration, mix, each, bits_within(llm, of, start, mix))
-            for mix, each in zip(MIXES, factors, strict=True)
-        ]
-        tried = [Row("trained", each, "trained") for each in plans]
-        kl = torch.cat([divergences(llm, calibration, one, tried) for one in reads], 1).mean(1).tolist()
-        best = plans[kl.index(min(kl))]
-        for each, value in zip(plans, kl, strict=True):
-            means = each.bits.double().mean(-1).unflatten(0, (-1, 2)).mean(0)
-            mixes.append({
-                "wanted": of, "mix": " / ".join(f"{100 * x:g} %" for x in each.fractions), "kl": value,
-                "bits_k": means[0].tolist(), "bits_v": means[1].tolist(), "chosen": each is best,
-            })  # fmt: skip
-        alike = plan(calibration, (1.0,), one_tier, bits_within(llm, of, start, (1.0,)), alike=True)
-        new = [Row(f"{by}, {of:g}", best, by) for by in BY]
-        new += [Row(f"uniform, {of:g}", uniform), Row(f"uniform, all layers alike, {of:g}", alike)]
-        uniform_of |= {row.name: f"uniform, {of:g}" for row in new}
-        compared += new
+        new, tried = planned(llm, calibration, reads, of)
+        uniform_of |= dict.fromkeys((row.name for row in new), f"uniform, {of:g}")
+        compared, mixes = compared + new, mixes + tried
     found = []
     for text, window in Progress(texts.items(), desc="Reading", unit="text", shown=True):
         one = read(llm, scorer, window, blocks)
