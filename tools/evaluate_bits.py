@@ -93,7 +93,8 @@ def _attended(llm: LLM, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     grouped = q.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     visible = torch.ones(STEPS, length, dtype=torch.bool).tril(length - STEPS).repeat(grouped.shape[2] // STEPS, 1)
     out = scaled_dot_product_attention(grouped, k.transpose(1, 2), v.transpose(1, 2), visible)
-    return out.unflatten(2, (-1, STEPS)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    by_query: Tensor = out.unflatten(2, (-1, STEPS)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return by_query
 
 
 def gradients(
@@ -405,7 +406,8 @@ def rows(
         raise ConfigError(f"--bytes {lacking[0]:g}: the exact window alone is {share(llm, 0, start):.3f} of the bytes")
     calibration = calibrate(llm, fitted)
     reads = [read(llm, scorer, window, blocks) for window in choosing]
-    compared, mixes = [Row(f"engine, {bits} bits", bits) for bits in ENGINE], []
+    compared = [Row(f"engine, {bits} bits", bits) for bits in ENGINE]
+    mixes: list[dict[str, Any]] = []
     uniform_of: dict[str, str] = {}
     for of in wanted:
         new, tried = planned(llm, calibration, reads, of)
