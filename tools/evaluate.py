@@ -106,6 +106,38 @@ def importance(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def bits(args: argparse.Namespace) -> dict[str, Any]:
+    """Calibrated codes with bits by importance, and uniform ones at equal bytes."""
+    _check(args, [{"scorer": args.scorer}])
+    if args.dtype != "float32":
+        raise ConfigError(f"what errors cost is measured by gradients, which need --dtype float32, got {args.dtype}")
+    if args.context % 256 or args.context < 512 + 64 * args.blocks:
+        raise ConfigError(f"need --context in whole 256 tokens, {512 + 64 * args.blocks} at least")
+    args.score_from, args.tokens = 0, 1
+    from memory.importance import DEFAULT, load_scorer
+    from tools import evaluate_bits
+
+    try:
+        scorer = load_scorer(Path(args.scorer or DEFAULT))[0]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    base, _, about = _read(args)
+    assert base.tokenizer is not None
+    encoder, context = base.tokenizer, args.context
+
+    def cut(names: Sequence[str], tokens: int) -> list[list[int]]:
+        return evaluate_texts.windows(names, encoder, context, context, 0, tokens)
+
+    # The last window of the first and of the last file is to choose on, the first ones in turn are to fit.
+    fitted = cut(args.calibrate, (context - 1) * args.windows)
+    choosing = [cut([name], sys.maxsize)[-1] for name in dict.fromkeys((args.calibrate[0], args.calibrate[-1]))]
+    if len(fitted) < args.windows or any(window in fitted for window in choosing):
+        raise RequestError(f"the texts to calibrate on have no {args.windows} windows and others to choose on")
+    texts = {name: cut([name], 1)[0] for name in args.text}
+    measured = evaluate_bits.rows(base, scorer, texts, fitted, choosing, args.bytes, args.blocks)
+    return about | {"calibrate": args.calibrate, "windows": args.windows, "blocks": args.blocks, **measured}
+
+
 def _ranked(args: argparse.Namespace) -> dict[str, Any]:
     """The same budget with pages ranked by score, as the profiles and --adapt change it, at random, and by age."""
     changes: list[dict[str, Any]] = [{"importance": by} for by in ("score", "random", "none")]
@@ -402,6 +434,23 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--calibrate", nargs="+", default=["../shared/data/wikitext2/wiki.valid.tokens.txt", "module:subprocess"],
         metavar="FILE", help="a window of each makes the split over layers and the drift (default: %(default)s)",
+    )  # fmt: skip
+
+    command = add(bits, "calibrated codes: more bits for tokens that matter, and as many for all, at equal bytes")
+    add_text(command, 6_000)
+    command.set_defaults(dtype="float32")
+    command.add_argument(
+        "--bytes", type=_fractions, default="0.18", metavar="FRACTION[,...]",
+        help="of the exact bytes, with the exact window and the map of tiers (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument("--scorer", metavar="FILE", help="instead of the one that ships")
+    command.add_argument("--blocks", type=_positive, default=8, metavar="N", help="of 64 predicted tokens (8)")
+    command.add_argument("--windows", type=_positive, default=6, metavar="N", help="to make codes of (6)")
+    command.add_argument(
+        "--calibrate", nargs="+", metavar="FILE", help="to make codes of, and to choose on (default: %(default)s)",
+        default=[
+            "../shared/data/wikitext2/wiki.valid.tokens.txt", "module:subprocess", "module:zipfile", "module:turtle",
+        ],
     )  # fmt: skip
 
     command = add(context, "perplexity beyond the trained length, by RoPE scaling")

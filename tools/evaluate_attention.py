@@ -108,13 +108,14 @@ def at_floor(x: Tensor, is_key: bool) -> Tensor:
     return back.view_as(x)
 
 
-def attention_of(q: Tensor, k: Tensor, first: int) -> Tensor:
-    """Attention of the queries q [Hq, n, D], which stand at `first` on, to the keys k [Hkv, T, D]: [Hkv, heads of a
-    group, n, T] float32."""
-    seen = first + q.shape[1]
+def attention_of(q: Tensor, k: Tensor, first: int, every: int = 1) -> Tensor:
+    """Attention of the queries q [Hq, n, D], every `every`-th from `first` on (the last of so many), to the keys
+    k [Hkv, T, D]: [Hkv, heads of a group, n, T] float32."""
+    seen = first + every * q.shape[1]
     logits = (q.unflatten(0, (len(k), -1)).flatten(1, 2) @ k[:, :seen].mT).float().mul_(q.shape[2] ** -0.5)
     logits = logits.unflatten(1, (-1, q.shape[1]))
-    logits[..., first:].masked_fill_(torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1), -math.inf)
+    later = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1).repeat_interleave(every, 1)
+    logits[..., first:].masked_fill_(later, -math.inf)
     return pad(logits.softmax(-1), (0, k.shape[1] - seen))
 
 
@@ -132,6 +133,11 @@ def record(
         if layer in layers:
             rows, came = [], []
             for at in range(0, len(window), _ROWS):
+                if at + _ROWS <= min(starts):  # what these attend to is no truth
+                    some = attention_of(q[:, at : at + _ROWS][:, every - 1 :: every], k, at, every)
+                    rows.append(some.mean(1))
+                    came.append(some.new_zeros(2, len(k), _ROWS // PAGE, len(window)))
+                    continue
                 seen = attention_of(q[:, at : at + _ROWS], k, at)
                 both = torch.stack([seen.mean(1), seen.square_().mean(1)])
                 rows.append(both[0, :, every - 1 :: every])
