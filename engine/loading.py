@@ -195,6 +195,7 @@ def _cold(config: EngineConfig, weights: int, device: torch.device) -> ColdConfi
     free = free_memory_bytes(torch.device("cpu"))
     size = config.host_cache_size or (1 << 62 if free is None else max(free - weights, 0) // 2)
     recall = config.recall if config.recall is not None else _affordable(device) if device.type == "cuda" else _RECALL
+    require_config(not overlay or recall > 0, "overlay_size keeps what is recalled, and recall is", recall)
     return ColdConfig(kind, size, recall, config.recall_block, config.cold_policy == "exclusive", overlay)
 
 
@@ -226,10 +227,10 @@ def _cache_config(
     tiers = _tiers(config, model, _max_model_len(config, model))
     cold = _cold(config, weights, device) if tiers else None
     tiers = replace(tiers, recalled=True) if tiers and cold and cold.recall else tiers
-    if config.recall and not tiers:
+    if (config.recall or config.overlay_size) and not tiers:
         way = "with --kv-budget or --kv-cache-memory pages are"
-        log.warning("--recall reads copies of what is compressed, and nothing will be: %s", way)
-    capacity = _capacity(config, model, weights, device, dtype)
+        log.warning("--recall and --overlay-size are of what is compressed, and nothing will be: %s", way)
+    capacity = _capacity(config, model, weights, cold.overlay_bytes if cold else 0, device, dtype)
     try:
         cache = CacheConfig(
             itemsize=dtype.itemsize, capacity_bytes=capacity, tiers=tiers, cold=cold,
@@ -240,32 +241,39 @@ def _cache_config(
         raise CapacityError(f"the KV cache is too small: {error}; use a larger --kv-cache-memory") from None
     if cold and cold.capacity_bytes < cache.copy_bytes:
         raise ConfigError(f"host_cache_size {cold.capacity_bytes} is less than the {cache.copy_bytes} of a page's copy")
+    some = not (cold and cold.overlay_bytes) or cache.overlay_rows > 0
+    require_config(
+        some, f"overlay_size must be {cache.token_bytes} at least, which a token's rows take, got", config.overlay_size
+    )
     least = cache.page_cost(WARM_BITS[-1]) / cache.page_cost(cache.exact_bits)
     smallest = f"{least:.3f}, which is what pages of {WARM_BITS[-1]} bits and their scales take"
     require_config((config.kv_budget or 1.0) >= least, f"kv_budget {config.kv_budget} is less than {smallest}")
     return cache
 
 
-def _capacity(config: EngineConfig, model: LlamaConfig, weights: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes for the KV cache, once weights and cache are known to fit. Raises CapacityError with the numbers."""
+def _capacity(
+    config: EngineConfig, model: LlamaConfig, weights: int, overlay: int, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Bytes for the KV cache, once weights, it and overlay are known to fit. Raises CapacityError with the numbers."""
     max_model_len = _max_model_len(config, model)
     token_bytes = model.kv_bytes_per_token(dtype.itemsize)
     context = -(-max_model_len // config.page_size) * config.page_size * token_bytes
     free = free_memory_bytes(device)
-    if free is not None:
-        free = max(free - (config.overlay_size or 0) - GRAPH_BYTES * uses_graphs(config, device), 0)
+    if uses_graphs(config, device) and free is not None:
+        free = max(free - GRAPH_BYTES, 0)
     capacity = config.kv_cache_memory
     if capacity is None:
         if config.kv_budget is not None:  # and the chunk in flight, which is extra
             chunk = min(config.max_num_batched_tokens, max_model_len) + 2 * config.page_size
             context = min(context, int(config.kv_budget * context) + chunk * token_bytes)
-        capacity = context if free is None else min(context, max(free - weights, 0) // 2)
+        capacity = context if free is None else min(context, max(free - weights - overlay, 0) // 2)
         if capacity < context:
             words = "the KV cache gets %.2f GB, half of the memory that the weights leave: %d tokens of %d fit at once"
             log.warning(words, capacity / 1e9, capacity // token_bytes, max_model_len)
-    if free is not None and weights + capacity > free:
+    if free is not None and weights + overlay + capacity > free:
         kind = str(dtype).removeprefix("torch.")
         needs = f"{weights / 1e9:.2f} GB for weights in {kind} and {capacity / 1e9:.2f} GB for the KV cache"
+        needs += f", {overlay / 1e9:.2f} GB for --overlay-size" if overlay else ""
         way = "use a smaller --kv-cache-memory, --max-model-len or model, --dtype bfloat16, or --quantization int4"
         raise CapacityError(f"{config.model} needs {needs}, {free / 1e9:.2f} GB are free on {device}; {way}")
     return capacity

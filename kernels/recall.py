@@ -163,8 +163,12 @@ def _places(overlay: Overlay, keys: Tensor, found: Tensor) -> tuple[Tensor, Tens
     at = torch.where(here, order.gather(1, near), count)
     recency = overlay.recency.mul_(0.5).scatter_(1, at, 1.0)
     recency[:, count] = 1.0  # which is no entry
-    rank = (found & ~here).cumsum(1) - 1
-    new = found & ~here & (rank < (recency < 1).sum(1, keepdim=True))
+    ordered, place = torch.where(found & ~here, keys, -1).sort(1)
+    # Of sequences that share pages, one puts the row there.
+    first = torch.ones_like(found).scatter_(1, place[:, 1:], ordered[:, 1:] != ordered[:, :-1])
+    new = found & ~here & first
+    rank = new.cumsum(1) - 1
+    new &= rank < (recency < 1).sum(1, keepdim=True)
     entry = torch.where(new, recency.argsort(1).gather(1, rank.clamp_(0, count)), count)
     recency.scatter_(1, entry, 1.0)
     overlay.counts.add_(torch.stack([found.sum(), here.sum()]))

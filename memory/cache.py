@@ -26,6 +26,7 @@ Invariants (tests/oracle/invariants.py asserts them):
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -200,11 +201,13 @@ class KVCache:
         if self.flash is None or full == sequence.stored:
             return
         key, namespace = array("i", tokens[: full * self.config.page_size]).tobytes(), self.prefixes.namespace(salt)
-        sequence.stored = full
-        for page in range(len(self.flash.match(namespace, key, exact=True)), full):
-            if not self._frames.is_known(sequence.pages[page]):
+        sequence.stored, pages = full, sequence.pages
+        first, stored = (len(self.flash.match(namespace, key, exact)) for exact in (True, False))
+        better = takewhile(lambda page: self._frames.is_known(pages[page], exact=True), range(first, stored))
+        for page in (*better, *range(stored, full)):
+            if not self._frames.is_known(pages[page]):
                 break
-            values, lossy = self._frames.read(sequence.pages[page])
+            values, lossy = self._frames.read(pages[page])
             payload = values.cpu().contiguous().view(torch.uint8).numpy().data
             # No numbers, as a request may have that ends in an error, are not for later processes.
             if not (torch.isfinite(values).all() and self.flash.write(namespace, key, page, payload, lossy)):
@@ -238,7 +241,7 @@ class KVCache:
             self.settle(others)
 
     def _stored(self, tokens: list[int], salt: str, exact: bool) -> list[int]:
-        """What flash has of them. Without tiers, exact pages alone: who sets no budget gets exact answers."""
+        """What flash has of them. Without tiers exact pages alone: where nothing is compressed, answers are exact."""
         assert self.flash is not None
         exact = exact or self.config.tiers is None
         return self.flash.match(self.prefixes.namespace(salt), array("i", tokens).tobytes(), exact)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.ops import Overlay
 from memory.config import CacheConfig
+from memory.errors import CapacityError
 
 log = logging.getLogger("isotherm")
 
@@ -29,23 +30,30 @@ class HostCopies:
     """Copies of pages, by page id. Bounded: what finds no place has none; without a ColdConfig nothing does."""
 
     def __init__(self, config: CacheConfig, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        """On a CPU the system backs the buffer with memory only as copies are written."""
+        """On a CPU the system backs the buffer with memory only as copies are written. Raises CapacityError without the
+        bytes for copies or overlay."""
         self.slots = np.full(num_pages, -1, dtype=np.int32)
         self.page_bytes = config.copy_bytes
         count = min(num_pages, config.cold.capacity_bytes // self.page_bytes) if config.cold else 0
         # Whether what comes back is what was copied, bit for bit.
         exact = self.exact = config.cold is not None and config.cold.format == "exact"
         shape = (count, config.num_layers, config.num_kv_heads, config.page_size, 2, config.head_dim + 2 * (not exact))
-        self.rows = torch.empty(shape, dtype=dtype if exact else torch.int8, pin_memory=device.type == "cuda")
         self._page_size, self._free = config.page_size, list(range(count - 1, -1, -1))
         self.overlay: Overlay | None = None  # of all layers
         self.overlays: list[Overlay | None] = [None] * config.num_layers  # each layer's part of it
-        if count := config.overlay_rows:
-            rows = torch.empty(*shape[1:3], count, *shape[4:], dtype=dtype, device=device)
-            keys = torch.full((*shape[1:3], count + 1), -1, dtype=torch.int32, device=device)
-            counts = torch.zeros(2, dtype=torch.int64, device=device)
-            self.overlay = Overlay(rows, keys, torch.zeros(keys.shape, device=device), counts)
-            self.overlays = [Overlay(*parts, counts) for parts in zip(*self.overlay[:3], strict=True)]
+        try:
+            self.rows = torch.empty(shape, dtype=dtype if exact else torch.int8, pin_memory=device.type == "cuda")
+            if count := config.overlay_rows:
+                rows = torch.empty(*shape[1:3], count, *shape[4:], dtype=dtype, device=device)
+                keys = torch.full((*shape[1:3], count + 1), -1, dtype=torch.int32, device=device)
+                counts = torch.zeros(2, dtype=torch.int64, device=device)
+                self.overlay = Overlay(rows, keys, torch.zeros(keys.shape, device=device), counts)
+                self.overlays = [Overlay(*parts, counts) for parts in zip(*self.overlay[:3], strict=True)]
+        except RuntimeError as error:  # as in Arena
+            way = "use a smaller --host-cache-size or --overlay-size"
+            raise CapacityError(
+                f"the copies of what is compressed, or their overlay, find no place: {error}; {way}"
+            ) from error
         self.lossy = np.zeros(num_pages, dtype=bool)  # whether the copy was computed over rounded K and V
 
     def put(self, pages: np.ndarray, exact: Tensor, lossy: np.ndarray) -> None:

@@ -216,7 +216,11 @@ class FlashStore:
     def match(self, namespace: bytes, key: bytes, exact: bool = False) -> list[int]:
         """The ids of the key's leading full pages that are stored, and exact if so asked. namespace: 32 bytes."""
         found = self._walk(namespace, key)[1:]
-        return list(takewhile(lambda number: not (exact and self._records[number].lossy), found))
+        return list(takewhile(self._is_exact, found)) if exact else found
+
+    def _is_exact(self, number: int) -> bool:
+        record = self._records.get(number)  # which the writer may have dropped by now
+        return record is not None and not record.lossy
 
     def _walk(self, namespace: bytes, key: bytes) -> list[int]:
         """The parent of the first page, and the ids of those that are stored."""
@@ -243,11 +247,11 @@ class FlashStore:
 
     def write(self, namespace: bytes, key: bytes, page: int, payload: bytes | memoryview, lossy: bool) -> bool:
         """Queue the key's page of this number, and say whether it is stored or will be. Nothing happens if it is, but
-        that an exact one takes the place of a lossy one; nor if the one before it is not stored, if too much is queued,
-        or if writing is off."""
+        that an exact one takes the place of a lossy one once it is written; nor if the one before it is not stored, if
+        too much is queued, or if writing is off."""
         end = (page + 1) * self._key_bytes
         path = self._walk(namespace, key[:end])
-        old = self._records[path[-1]] if len(path) == page + 2 else None
+        old = self._records.get(path[-1]) if len(path) == page + 2 else None
         if old and (lossy or not old.lossy):
             return True
         full = self._queued and self._queued + self._slot_bytes > _QUEUE_BYTES
@@ -257,18 +261,14 @@ class FlashStore:
         image = bytearray(size)
         image[self._start : self._start + self._page_bytes] = payload
         assert len(image) == size, "a page of another size"
-        # In the place of another one under its id, so that what follows is found.
-        record = _Record(
-            old.id if old else self._next, path[page], key[end - self._key_bytes : end], lossy, image=image
-        )
+        number = old.id if old else self._next  # so that what follows the old one follows the new
+        record = _Record(number, path[page], key[end - self._key_bytes : end], lossy, image=image)
         with self._lock:
-            if old:
-                self._drop(old)
-            self._records[record.id] = self._index[record.parent, record.tokens] = record
-            self._touch(record)
+            if not old:
+                self._enlist(record)
             self._next += 1
             self._queued += self._slot_bytes
-        self._writer.submit(self._store, record, image)
+        self._writer.submit(self._store, record, image, old)
         return True
 
     def close(self) -> None:
@@ -285,6 +285,10 @@ class FlashStore:
         return self._counts | held | read
 
     # Under the lock.
+
+    def _enlist(self, record: _Record) -> None:
+        self._records[record.id] = self._index[record.parent, record.tokens] = record
+        self._touch(record)
 
     def _touch(self, record: _Record | None) -> None:
         """Have the record and all that lead to it go last, in this order."""
@@ -313,12 +317,14 @@ class FlashStore:
 
     # In the writer's thread.
 
-    def _store(self, record: _Record, image: bytearray) -> None:
+    def _store(self, record: _Record, image: bytearray, old: _Record | None) -> None:
+        """Write a record that is enlisted, or one that takes the place of an old one, if that is still there then."""
+        place = old or record
         image[: self._start] = record.head(zlib.crc32(memoryview(image)[self._start :]))
         with self._lock:
-            while not (self._free or self._off) and self._records.get(record.id) is record:
+            while not (self._free or self._off) and self._records.get(record.id) is place:
                 self._drop(next(iter(self._records.values())))
-            slot = self._free.pop() if self._records.get(record.id) is record and not self._off else -1
+            slot = self._free.pop() if self._records.get(record.id) is place and not self._off else -1
         sealed: bytes | bytearray = image
         if self._cipher:
             sealed = (nonce := os.urandom(_NONCE)) + self._cipher.encrypt(nonce, bytes(image), None)
@@ -332,11 +338,14 @@ class FlashStore:
         with self._lock:
             self._queued -= self._slot_bytes
             self._counts["writes"] += slot >= 0
-            if slot >= 0 and self._records.get(record.id) is not record:  # another one came in its place meanwhile
-                self._free.append(slot)
             record.slot, record.image = slot, None
             if slot < 0:
                 self._drop(record)
+            elif old and self._records.get(old.id) is old:
+                self._drop(old)
+                self._enlist(record)
+            elif old:
+                self._free.append(slot)
 
 
 def inspect(directory: Path, verify: bool = False) -> list[dict[str, Any]]:

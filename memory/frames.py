@@ -177,9 +177,12 @@ class Frames:
         assert self.owners[pages].all(), "a page that nobody owns is shared"
         self.owners[pages] += 1
 
-    def is_known(self, page: int) -> bool:
-        """Whether what was written to the page is still there to be read, in it or in its copy."""
-        return self.is_exact(page) or (self.copies.exact and bool(self.copies.slots[page] >= 0))
+    def is_known(self, page: int, exact: bool = False) -> bool:
+        """Whether what was written to the page is still there to be read, in it or in its copy; exact: and was computed
+        over exact K and V."""
+        here = self.is_exact(page)
+        known = here or (self.copies.exact and bool(self.copies.slots[page] >= 0))
+        return known and not (exact and (self.lossy if here else self.copies.lossy)[page])
 
     def read(self, page: int) -> tuple[Tensor, bool]:
         """What was written to a page that `is_known`, [layers, 2, KV heads, page_size, D], and whether it was computed

@@ -153,9 +153,10 @@ def test_a_gpu_recalls_what_its_link_brings_while_it_would_read_everything(monke
     assert f"{link / 1e9:.1f} GB/s" in said
 
 
-@pytest.mark.parametrize(("settings", "said"), [({}, 1), ({"kv_budget": 0.3}, 0)])
+@pytest.mark.parametrize(("settings", "said"), [({"recall": 0.1}, 1), ({"overlay_size": 1 << 20}, 1),
+                                                ({"recall": 0.1, "kv_budget": 0.3}, 0)])  # fmt: skip
 def test_recall_of_what_is_never_compressed_is_said(directory, caplog, settings, said):
-    load(directory, recall=0.1, **settings)
+    load(directory, **settings)
     assert len([record for record in caplog.records if "nothing will be" in record.getMessage()]) == said
 
 
@@ -177,8 +178,12 @@ def test_recall_0_keeps_copies_that_nobody_reads(directory):
 @pytest.mark.parametrize("changes", [{"recall": 0.1, "cold_format": "none"}, {"recall": 1.5}, {"recall": float("nan")},
                                      {"cold_format": "fp8"}, {"cold_policy": "both"}, {"host_cache_size": 0},
                                      {"recall_block": 0}, {"overlay_size": 1 << 20},
-                                     {"overlay_size": "1MiB", "cold_format": "int8"}, {"overlay_size": 0}])  # fmt: skip
-def test_what_cannot_be_is_refused(directory, changes):
+                                     {"overlay_size": "1MiB", "cold_format": "int8"}, {"overlay_size": 0},
+                                     {"overlay_size": 100, "backend": "triton", "recall": 0.1},
+                                     {"overlay_size": 1 << 20, "backend": "triton", "recall": 0.0,
+                                      "cold_format": "exact"}])  # fmt: skip
+def test_what_cannot_be_is_refused(directory, changes, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # all is checked before any kernel is loaded
     with pytest.raises(ConfigError, match=next(iter(changes))):
         load(directory, kv_budget=0.3, **changes)
 

@@ -215,7 +215,7 @@ def test_an_exact_page_takes_the_place_of_a_lossy_one(tmp_path, gate):
     """Also while that one waits to be written, or is; never the other way round. What follows stays where it is."""
     key = text(1, 2, 3)
     for moment in ("stored", "waiting", "written"):
-        store = make(tmp_path / moment, slots=3)
+        store = make(tmp_path / moment, slots=4)  # the new one has a place before the old one loses its
         if moment != "stored":
             gate.may.clear()
         for page in range(3):
@@ -227,8 +227,8 @@ def test_an_exact_page_takes_the_place_of_a_lossy_one(tmp_path, gate):
         elif moment == "written":
             time.sleep(0.05)  # the writer is in the first one by now
         (number,) = store.match(SPACE, key)[1:2]
-        assert store.read(number)[1]
         assert store.write(SPACE, key, 1, page_of(key[: 2 * KEY]), False)
+        assert store.match(SPACE, key)[1] == number and (moment == "stored" or store.read(number)[1])
         gate.may.set()
         store.flush()
         for lossy in (False, True):  # is there: nothing happens
@@ -238,10 +238,52 @@ def test_an_exact_page_takes_the_place_of_a_lossy_one(tmp_path, gate):
             assert gate.writes == writes
         for _ in range(2):
             assert read(store, key) == 3 and len(store.match(SPACE, key, exact=True)) == 3
-            check(store, 3)
+            check(store, 4)
             store.close()
-            store = make(tmp_path / moment, slots=3)
+            store = make(tmp_path / moment, slots=4)
         store.close()
+
+
+def test_a_lossy_page_stays_where_the_exact_one_cannot_be_written(tmp_path, monkeypatch, caplog):
+    store = make(tmp_path)
+    for page in range(4):
+        store.write(SPACE, text(1, 2, 3, 4), page, page_of(text(1, 2, 3, 4)[: (page + 1) * KEY]), page > 0)
+    store.flush()
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(flash.os, "pwrite", full, raising=False)
+    assert store.write(SPACE, text(1, 2), 1, page_of(text(1, 2)), False)
+    store.flush()
+    assert read(store, text(1, 2, 3, 4)) == 4 and len(store.match(SPACE, text(1, 2), exact=True)) == 1
+    assert "no more is written there" in caplog.text
+    store.close()
+
+
+def test_records_that_go_while_they_are_looked_for(tmp_path, monkeypatch):
+    """The writer drops the least recently used between a walk and what asks for its records."""
+    store = make(tmp_path, slots=2)
+    write(store, text(1))
+    write(store, text(2))
+    store.flush()
+    walk = FlashStore._walk
+
+    def slow(self, namespace, key):
+        found = walk(self, namespace, key)
+        monkeypatch.setattr(FlashStore, "_walk", walk)
+        write(self, text(3))
+        self.flush()
+        return found
+
+    monkeypatch.setattr(FlashStore, "_walk", slow)
+    assert store.match(SPACE, text(1), exact=True) == []
+    monkeypatch.setattr(FlashStore, "_walk", slow)
+    store.write(SPACE, text(2), 0, page_of(text(2)), False)
+    store.flush()
+    check(store, 2)
+    assert read(store, text(2)) == 1
+    store.close()
 
 
 def test_payloads_of_any_buffer_and_pages_larger_than_a_block(tmp_path):

@@ -146,6 +146,18 @@ def test_what_was_computed_over_compressed_pages_is_marked(directory, plain, tmp
     ended(third)
 
 
+@pytest.mark.parametrize("changes", [{}, {"recall": 0.05}])
+def test_what_goes_down_while_it_is_written_is_stored_to_the_end(directory, tmp_path, changes, monkeypatch):
+    """Page by page as chunks come, though the first ones can soon be read no more; and each is read once."""
+    llm = load(directory, tmp_path / "flash", max_num_batched_tokens=64, kv_budget=0.2, **changes)
+    read, reads = type(llm._cache._frames).read, []
+    monkeypatch.setattr(type(llm._cache._frames), "read", lambda self, page: reads.append(page) or read(self, page))
+    answer(llm, prompt(480, 2))
+    llm._cache.flash.flush()
+    assert llm.stats()["flash"]["records"] == (480 + 12 - 1) // PAGE and len(reads) < 2 * 30
+    ended(llm)
+
+
 def test_lossy_pages_serve_engines_with_a_budget_alone(directory, plain, tmp_path):
     tokens, budget = prompt(300, 2), {"max_num_batched_tokens": 64, "kv_budget": 0.2}
     first = load(directory, tmp_path / "flash", **budget)

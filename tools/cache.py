@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from engine.cli import parser
-from models.errors import ConfigError
+from engine.cli import parser, run
+from models.errors import ConfigError, require_config
 from tools.facts import lines
 
 
@@ -13,6 +13,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser("cache").parse_args(argv)
     from memory.flash import StoreRefused, clear, inspect  # needs fcntl, which the parser does not
 
+    require_config(bool(args.flash_cache_dir), "--flash-cache-dir needs the name of a directory")
     directory = Path(args.flash_cache_dir).expanduser()
     try:
         rows = inspect(directory, verify=args.action == "verify")
@@ -27,3 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         named = {row.pop("name"): row for row in rows}
         print(*lines({"deleted" if args.action == "clear" else "files": named}), sep="\n")
     return int(args.action == "verify" and any(row["damaged"] for row in rows))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -6,10 +6,14 @@ isotherm completion zsh > "${fpath[1]}/_isotherm"
 
 from pathlib import Path
 
-from engine.cli import parser
+from engine.cli import parser, run
 
 
 def main(argv: list[str] | None = None) -> int:
     shell = parser("completion").parse_args(argv).shell
     print(Path(__file__).with_name(f"completion.{shell}").read_text("utf-8"), end="")
     return 0
+
+
+if __name__ == "__main__":
+    run(main)

@@ -144,6 +144,7 @@ def test_an_overlay_changes_no_bit(entries: int, dtype: torch.dtype, device: str
         held = {(head, entry, key) for head, keys in enumerate(found) for entry, key in enumerate(keys) if key >= 0}
         for head, entry, key in held:
             assert torch.equal(cache.overlay.rows[head, entry].cpu(), cache.copies[key // page, head, key % page])
+        assert len({(head, key) for head, _, key in held}) == len(held), "a row lies there twice"
         assert entries < 64 or before <= held
         before = held
     read, here = cache.overlay.counts.tolist()
