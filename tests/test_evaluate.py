@@ -19,7 +19,7 @@ STORIES = ROOT.parent / "shared" / "data" / "stories260k-hf"
 QUALITY_KEYS = {
     "setting", "kv_budget", "scored_tokens", "ppl_full", "ppl", "dppl_percent", "dppl_se_percent", "kl_nats", "kl_se",
     "noise_kl_nats", "top1_agreement", "resident_ratio", "total_ratio", "cold_bytes", "read_bytes_per_token",
-    "cold_hit_rate", "read_ms_per_token", "moves", "chunk",
+    "cold_hit_rate", "overlay_hit_rate", "read_ms_per_token", "moves", "chunk",
 }  # fmt: skip
 
 

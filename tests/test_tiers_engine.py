@@ -427,7 +427,7 @@ def test_logits_are_those_that_score_the_prompt(plain):
 REPORT = {
     "hot_tokens", "warm_tokens", "cold_tokens", "hot_bytes", "warm_bytes", "cold_bytes", "pages_by_bits",
     "resident_bytes", "total_bytes", "full_bytes", "peak_bytes", "moves", "warm_mass", "missed_mass", "page_size",
-    "cold_hit_rate", "read_bytes_per_token", "read_ms_per_token",
+    "cold_hit_rate", "overlay_hit_rate", "read_bytes_per_token", "read_ms_per_token",
 }  # fmt: skip
 STATS = {
     "num_requests_running", "num_requests_waiting", "num_requests_failed", "num_preemptions", "num_prompt_tokens",
@@ -435,7 +435,7 @@ STATS = {
     "kv_capacity_bytes", "kv_shared_bytes", "kv_cold_bytes", "kv_moves", "kv_bytes_per_token", "kv_cache_usage",
     "max_model_len", "peak_rss_bytes", "kv_promotions", "thrash_rate",
     "host_dedup_ratio", "flash", "compute_s_per_token",
-    "cold_hit_rate", "read_bytes_per_token", "read_ms_per_token",
+    "cold_hit_rate", "overlay_hit_rate", "read_bytes_per_token", "read_ms_per_token",
 }  # fmt: skip
 
 
