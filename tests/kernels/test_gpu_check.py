@@ -109,7 +109,7 @@ def test_graphs_are_off_where_nothing_is_said_of_them(tiny, monkeypatch):
     for case in gpu_engine.CASES:
         gpu_engine._Engines(tiny).of(case)
     assert asked == ["on" if "CUDA graphs" in case.kv else "off" for case in gpu_engine.CASES]
-    assert asked.count("on") == 5
+    assert asked.count("on") == 6
 
 
 def test_when_the_time_is_over(tiny):
