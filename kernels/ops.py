@@ -101,6 +101,12 @@ class Overlay(NamedTuple):
     recency: Tensor  # [Hkv, C + 1] float32: 1 for those that the last step read, half as much for each step before
     counts: Tensor  # [2] int64, of all layers: rows that were read, from copies or here; of these, here
 
+    @classmethod
+    def of(cls, rows: Tensor) -> "Overlay":
+        """An empty one of rows [..., Hkv, C, 2, D], whatever is in them."""
+        keys = rows.new_full((*rows.shape[:-3], rows.shape[-3] + 1), -1, dtype=torch.int32)
+        return cls(rows, keys, torch.zeros_like(keys, dtype=torch.float32), rows.new_zeros(2, dtype=torch.int64))
+
 
 class LayerCache(NamedTuple):
     """One layer's cache: exact K and V [Hkv, frames, page_size, D], and the arena of compressed pages as units

@@ -61,7 +61,7 @@ class KVCache:
         self.flash = flash if config.prefix_caching else None
         self.seconds_per_token = 0.0  # that computing takes; 0 as long as nobody knows
         self.layers = self._frames.layers
-        # Of the whole pool and the frame table.
+        # Of the whole pool, and of the frame table and the overlay.
         self.capacity_bytes = config.num_units * config.unit_total_bytes + self._frames.table_bytes
         self._planes = config.unit_total_bytes // config.unit_bytes
         self.reads = Reads(config)

@@ -45,10 +45,9 @@ class HostCopies:
             self.rows = torch.empty(shape, dtype=dtype if exact else torch.int8, pin_memory=device.type == "cuda")
             if count := config.overlay_rows:
                 rows = torch.empty(*shape[1:3], count, *shape[4:], dtype=dtype, device=device)
-                keys = torch.full((*shape[1:3], count + 1), -1, dtype=torch.int32, device=device)
-                counts = torch.zeros(2, dtype=torch.int64, device=device)
-                self.overlay = Overlay(rows, keys, torch.zeros(keys.shape, device=device), counts)
-                self.overlays = [Overlay(*parts, counts) for parts in zip(*self.overlay[:3], strict=True)]
+                self.overlay = Overlay.of(rows)
+                parts = zip(*self.overlay[:3], strict=True)
+                self.overlays = [Overlay(*part, self.overlay.counts) for part in parts]
         except RuntimeError as error:  # as in Arena
             way = "use a smaller --host-cache-size or --overlay-size"
             raise CapacityError(

@@ -34,7 +34,7 @@ from kernels import reference
 from memory.importance import Scorer
 from models.errors import ConfigError
 from tools.evaluate_attention import PAGE, RECENT, SINKS, Sample, causal, forward, record
-from tools.evaluate_importance import _error
+from tools.evaluate_importance import standard_error
 from tools.transform_codes import Tables, Transform, fit, stored_bytes, water_fill
 
 STEPS, EVERY = 64, 16
@@ -421,9 +421,9 @@ def rows(
             mine = kl_of[row.name].double().numpy()
             less = mine - kl_of[uniform_of[row.name]].double().numpy() if row.name in uniform_of else None
             found.append({
-                "signal": row.name, "text": text, "kl": mine.mean(), "se": _error(mine),
+                "signal": row.name, "text": text, "kl": mine.mean(), "se": standard_error(mine),
                 "kl_above_uniform": None if less is None else less.mean(),
-                "its_se": None if less is None else _error(less), "bytes": _bytes(llm, one, row),
+                "its_se": None if less is None else standard_error(less), "bytes": _bytes(llm, one, row),
             })  # fmt: skip
     return {
         "rows": found,

@@ -115,8 +115,8 @@ def rows(
             blocked, best = np.array(kl[name]), np.array(kl["trained"])
             found.append({
                 "signal": name, "text": text, **measured.get(name, unknown),
-                 "kl": blocked.mean(), "se": _error(blocked),
-                "kl_above_trained": (blocked - best).mean(), "its_se": _error(blocked - best),
+                 "kl": blocked.mean(), "se": standard_error(blocked),
+                "kl_above_trained": (blocked - best).mean(), "its_se": standard_error(blocked - best),
             })  # fmt: skip
         two = {"attention term": signals["attention"], "score": signals["trained"]}
         ahead += [{"text": text, **row} for row in evaluate_readahead.rows(llm, windows[0], drift, KEPT, two)]
@@ -222,5 +222,5 @@ def _mean(values: Any) -> float:
     return float(sum(taken)) / len(taken)
 
 
-def _error(blocks: np.ndarray) -> float:
+def standard_error(blocks: np.ndarray) -> float:
     return float(blocks.std(ddof=1)) / math.sqrt(len(blocks))

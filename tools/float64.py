@@ -301,10 +301,7 @@ def with_overlay(batch: Batch, entries: int) -> Batch:
     assert batch.cache.copies is not None
     heads, device = batch.cache.k.shape[0], batch.q.device
     rows = torch.full((heads, entries, 2, batch.q.shape[2]), math.nan, dtype=batch.cache.copies.dtype, device=device)
-    keys = torch.full((heads, entries + 1), -1, dtype=torch.int32, device=device)
-    counts = torch.zeros(2, dtype=torch.int64, device=device)
-    overlay = Overlay(rows, keys, torch.zeros(keys.shape, device=device), counts)
-    return replace(batch, cache=batch.cache._replace(overlay=overlay))
+    return replace(batch, cache=batch.cache._replace(overlay=Overlay.of(rows)))
 
 
 def recall(batch: Batch) -> tuple[Tensor, Tensor]:

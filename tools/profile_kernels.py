@@ -214,9 +214,7 @@ class Problem:
         copies = copies.cpu().pin_memory() if self.device == "cuda" else copies
         cache = self.layer_cache(queries, n, bits)._replace(copies=copies)
         if overlay:
-            rows, counts = self.zeros(m.kv_heads, many, 2, m.head_dim), self.zeros(2, dtype="int64")
-            keys, recency = (self.zeros(m.kv_heads, many + 1, dtype=kind) for kind in ("int32", "float32"))
-            cache = cache._replace(overlay=Overlay(rows, keys - 1, recency, counts))
+            cache = cache._replace(overlay=Overlay.of(self.zeros(m.kv_heads, many, 2, m.head_dim)))
         q, lse = self.qkv(queries)[0], self.zeros(queries, m.heads, dtype="float32")
         plan, scale = replace(plan, warm=(warm,), recall=read), m.head_dim**-0.5
         self.ops.recall(q, self.torch.zeros_like(q), lse, cache, plan, scale)
