@@ -23,7 +23,7 @@ from memory.cache import KVCache
 from memory.config import WARM_BITS, CacheConfig, ColdConfig, TierConfig
 from memory.errors import CapacityError
 from memory.flash import FlashStore, StoreRefused
-from memory.importance import DEFAULT, PROFILES, load_scorer
+from memory.importance import DEFAULT, PROFILES, Scorer, load_scorer, recall_shares
 from models.checkpoint import TensorInfo, open_checkpoint
 from models.errors import ConfigError, require_config
 from models.files import optional_object, read_object
@@ -109,14 +109,18 @@ def shape_of(model: LlamaConfig) -> str:
     return f"{model.num_layers} layers, {heads}, vocabulary {model.vocab_size}"
 
 
+def _load_scorer(config: EngineConfig) -> tuple[Scorer, dict[str, str]]:
+    try:
+        return load_scorer(Path(config.scorer or DEFAULT).expanduser())
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _scorer(config: EngineConfig, cache: CacheConfig, model: LlamaConfig) -> torch.Tensor | None:
     """By what pages are scored, where any may be compressed."""
     if config.scorer is None and cache.tiers is None:
         return None
-    try:
-        scorer, about = load_scorer(Path(config.scorer or DEFAULT).expanduser())
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    scorer, about = _load_scorer(config)
     if config.scorer and about.get("model") != shape_of(model):
         words = "scorer %s was trained on a model of %s, and this one has %s"
         log.warning(words, config.scorer, about.get("model"), shape_of(model))
@@ -181,7 +185,7 @@ def _tiers(config: EngineConfig, model: LlamaConfig, max_model_len: int) -> Tier
     )  # fmt: skip
 
 
-def _cold(config: EngineConfig, weights: int, device: torch.device) -> ColdConfig | None:
+def _cold(config: EngineConfig, model: LlamaConfig, weights: int, device: torch.device) -> ColdConfig | None:
     """Copies of what is compressed, in the host's memory: beside a GPU, and wherever some are asked for."""
     wanted = config.recall or config.host_cache_size is not None or device.type == "cuda"
     kind = config.cold_format if config.cold_format != "auto" else "exact" if wanted else "none"
@@ -196,7 +200,13 @@ def _cold(config: EngineConfig, weights: int, device: torch.device) -> ColdConfi
     size = config.host_cache_size or (1 << 62 if free is None else max(free - weights, 0) // 2)
     recall = config.recall if config.recall is not None else _affordable(device) if device.type == "cuda" else _RECALL
     require_config(not overlay or recall > 0, "overlay_size keeps what is recalled, and recall is", recall)
-    return ColdConfig(kind, size, recall, config.recall_block, config.cold_policy == "exclusive", overlay)
+    about = _load_scorer(config)[1]
+    try:
+        known = recall > 0 and about.get("model") == shape_of(model)
+        shares = recall_shares(about, recall, model.num_layers) if known else ()
+    except ValueError as error:
+        raise ConfigError(f"scorer {config.scorer or DEFAULT}: {error}") from None
+    return ColdConfig(kind, size, recall, config.recall_block, config.cold_policy == "exclusive", overlay, shares)
 
 
 def _affordable(device: torch.device) -> float:
@@ -225,7 +235,7 @@ def _cache_config(
 ) -> CacheConfig:
     """The cache that the settings ask for, beside `weights` bytes still to be loaded. Raises CapacityError."""
     tiers = _tiers(config, model, _max_model_len(config, model))
-    cold = _cold(config, weights, device) if tiers else None
+    cold = _cold(config, model, weights, device) if tiers else None
     tiers = replace(tiers, recalled=True) if tiers and cold and cold.recall else tiers
     if (config.recall or config.overlay_size) and not tiers:
         way = "with --kv-budget or --kv-cache-memory pages are"

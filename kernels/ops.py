@@ -99,12 +99,12 @@ class Overlay(NamedTuple):
     rows: Tensor  # [Hkv, C, 2, D], as those of LayerCache.copies
     keys: Tensor  # [Hkv, C + 1] int32: of the rows; -1: there is none. The last is of no row: what finds no place
     recency: Tensor  # [Hkv, C + 1] float32: 1 for those that the last step read, half as much for each step before
-    counts: Tensor  # [2] int64, of all layers: rows that were read, from copies or here; of these, here
+    counts: Tensor  # [2] int64: rows that were read, from copies or here; of these, here
 
     @classmethod
     def of(cls, rows: Tensor) -> "Overlay":
-        """An empty one of rows [..., Hkv, C, 2, D], whatever is in them."""
-        keys = rows.new_full((*rows.shape[:-3], rows.shape[-3] + 1), -1, dtype=torch.int32)
+        """An empty one of rows [Hkv, C, 2, D], whatever is in them."""
+        keys = rows.new_full((len(rows), rows.shape[1] + 1), -1, dtype=torch.int32)
         return cls(rows, keys, torch.zeros_like(keys, dtype=torch.float32), rows.new_zeros(2, dtype=torch.int64))
 
 
@@ -113,7 +113,7 @@ class LayerCache(NamedTuple):
     [Hkv, units, unit_bytes] uint8, from which `units_k` and `units_v` start at the same address as k and v unless
     compressed pages have an arena of their own. `copies` are what compressed pages were, in the host's memory: the rows
     of one token's K and of its V in a head, [slots, Hkv, page_size, 2, D] in k's dtype, or [..., 2, D + 2] int8: the
-    float16 in a row's last two bytes times the others."""
+    float16 in a row's last two bytes times the others. `share` is in 64ths: what the layer recalls of a plan's mean."""
 
     k: Tensor
     v: Tensor
@@ -121,6 +121,7 @@ class LayerCache(NamedTuple):
     units_v: Tensor
     copies: Tensor | None = None
     overlay: Overlay | None = None
+    share: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +251,9 @@ class Ops(Protocol):
 
         Of the tokens whose pages have copies, a block of `plan.recall.block` queries takes, of all KV heads together,
         the ones with the largest sum of the squares of what its queries and heads gave them, as errors add up in
-        squares: for each head as many in the mean as `plan.recall` says, and for one SPREAD times that at most. Their
-        share of `out` is replaced by what their copies give: (out + sum of p' v' - p v) / (1 + sum of p' - p), where
-        p = exp2(logit - lse), and ' means: of the copies.
+        squares: for each head as many in the mean as `plan.recall` says, times cache.share / 64, rounded down, and for
+        one SPREAD times that at most. Their share of `out` is replaced by what their copies give:
+        (out + sum of p' v' - p v) / (1 + sum of p' - p), where p = exp2(logit - lse), and ' means: of the copies.
 
         Where there is an overlay, steps that only decode read from it what it has, and leave there what they read
         besides, in the place of what was read least lately.

@@ -181,6 +181,7 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
     group, page_size = check_attention(q, cache, plan, scale, lse)
     head_dim, num_kv_heads, copies = q.shape[2], cache.k.shape[0], cache.copies
     assert plan.recall is not None and copies is not None, "there are no copies"
+    most = -(-plan.recall.most * cache.share // 64)
     blocks, formats = plan.recall.blocks, [warm for warm in plan.warm if warm.codes.shape[1]]
     slots = torch.cat([warm.copies for warm in formats if warm.copies is not None], 1)
     pages, width = sum(warm.codes.shape[1] for warm in formats), head_dim + 2 * (copies.dtype == torch.int8)
@@ -205,12 +206,12 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
         cache.units_k.stride(0), **options, num_warps=4)
     mass = mass[:, 0] if tiles == 1 else mass.sum(1)
     joint = mass.flatten(1)  # of all heads of a block
-    wanted = blocks[:, 3:] * num_kv_heads
-    order = joint.topk(min(plan.recall.most * num_kv_heads, joint.shape[1])).indices
+    wanted = blocks[:, 3:] * cache.share // 64
+    order = joint.topk(min(most * num_kv_heads, joint.shape[1])).indices
     ranks = torch.arange(order.shape[1], device=q.device)
-    taken = torch.zeros_like(joint, dtype=torch.bool).scatter_(1, order, ranks < wanted)
-    best, chosen = joint.masked_fill_(~taken, -1.0).view_as(mass).topk(min(SPREAD * plan.recall.most, mass.shape[2]))
-    ends = torch.minimum((best > 0).sum(2), SPREAD * blocks[:, 3:]).int()  # the best come first
+    taken = torch.zeros_like(joint, dtype=torch.bool).scatter_(1, order, ranks < wanted * num_kv_heads)
+    best, chosen = joint.masked_fill_(~taken, -1.0).view_as(mass).topk(min(SPREAD * most, mass.shape[2]))
+    ends = torch.minimum((best > 0).sum(2), SPREAD * wanted).int()  # the best come first
     overlay, places = cache.overlay if not plan.max_query_len else None, None
     if overlay is not None:
         keys = slots[blocks[:, :1, None].long(), chosen // page_size] * page_size + chosen.int() % page_size

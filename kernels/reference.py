@@ -151,7 +151,7 @@ def recall(q: Tensor, out: Tensor, lse: Tensor, cache: LayerCache, plan: Attenti
     starts, result = plan.query_start.tolist(), out.to(q.dtype, copy=True)
     for b, (start, end, count) in enumerate(zip(starts, starts[1:], plan.recall.counts, strict=False)):
         slots = torch.cat([warm.copies[b, : int(warm.counts[b])] for warm in plan.warm if warm.copies is not None])
-        count = min(count, int((slots >= 0).sum()) * cache.k.shape[2])
+        count = min(count * cache.share // 64, int((slots >= 0).sum()) * cache.k.shape[2])
         if count:
             rows = slice(start, end)
             result[rows] = _recall_chunk(q[rows], out[rows], lse[rows], cache, plan, b, scale, slots, count)

@@ -39,15 +39,12 @@ class HostCopies:
         exact = self.exact = config.cold is not None and config.cold.format == "exact"
         shape = (count, config.num_layers, config.num_kv_heads, config.page_size, 2, config.head_dim + 2 * (not exact))
         self._page_size, self._free = config.page_size, list(range(count - 1, -1, -1))
-        self.overlay: Overlay | None = None  # of all layers
-        self.overlays: list[Overlay | None] = [None] * config.num_layers  # each layer's part of it
+        self.overlays: list[Overlay | None] = [None] * config.num_layers
         try:
             self.rows = torch.empty(shape, dtype=dtype if exact else torch.int8, pin_memory=device.type == "cuda")
-            if count := config.overlay_rows:
-                rows = torch.empty(*shape[1:3], count, *shape[4:], dtype=dtype, device=device)
-                self.overlay = Overlay.of(rows)
-                parts = zip(*self.overlay[:3], strict=True)
-                self.overlays = [Overlay(*part, self.overlay.counts) for part in parts]
+            if count := config.overlay_rows:  # and each layer's in proportion to what it recalls
+                sizes = [(shape[2], max(count * share // 64, 1), *shape[4:]) for share in config.recall_shares]
+                self.overlays = [Overlay.of(torch.empty(size, dtype=dtype, device=device)) for size in sizes]
         except RuntimeError as error:  # as in Arena
             way = "use a smaller --host-cache-size or --overlay-size"
             raise CapacityError(
@@ -65,21 +62,22 @@ class HostCopies:
             slots = self._free[-len(new) :]
             chosen = exact.index_select(3, torch.from_numpy(new).to(exact.device)).permute(3, 0, 2, 4, 1, 5)
             self.rows.index_copy_(0, torch.tensor(slots), self._encode(chosen).to(self.rows.device))
-            if self.overlay is not None:  # what it has of these slots was of other pages
-                of, written = self.overlay.keys // self._page_size, torch.tensor(slots, device=chosen.device)
-                self.overlay.keys.masked_fill_(torch.isin(of, written), -1)
+            for overlay in filter(None, self.overlays):  # what they have of these slots was of other pages
+                of, written = overlay.keys // self._page_size, torch.tensor(slots, device=chosen.device)
+                overlay.keys.masked_fill_(torch.isin(of, written), -1)
             self.slots[pages[new]], self.lossy[pages[new]] = slots, lossy[new]  # not before all of it is done
             del self._free[-len(new) :]
 
     @property
     def overlay_bytes(self) -> int:
         """On the device."""
-        return sum(x.nbytes for x in self.overlay or ())
+        return sum(x.nbytes for overlay in filter(None, self.overlays) for x in overlay)
 
     @property
     def overlay_hit_rate(self) -> float:
         """Of the rows that steps of decoding read, the share that was in the overlay."""
-        read, here = self.overlay.counts.tolist() if self.overlay else (0, 0)
+        counts = [overlay.counts for overlay in filter(None, self.overlays)]
+        read, here = torch.stack(counts).sum(0).tolist() if counts else (0, 0)
         return here / max(read, 1)
 
     def get(self, pages: np.ndarray) -> Tensor:

@@ -45,6 +45,7 @@ class ColdConfig:
     block: int = 16  # consecutive queries of a prompt that read the same tokens
     exclusive: bool = False  # a page that is made exact again loses its copy
     overlay_bytes: int = 0  # on the device, for rows of exact copies that the next steps may read again
+    shares: tuple[int, ...] = ()  # of each layer, in 64ths of `recall`; none: all alike
 
     def __post_init__(self) -> None:
         if not (0 <= self.recall <= 1 and self.block >= 1):
@@ -98,8 +99,13 @@ class CacheConfig:
 
     @property
     def overlay_rows(self) -> int:
-        """Rows of copies that each KV head of a layer keeps on the device."""
+        """Rows of copies that each KV head of a layer keeps on the device, in the mean."""
         return self.cold.overlay_bytes // self.token_bytes if self.cold else 0
+
+    @property
+    def recall_shares(self) -> tuple[int, ...]:
+        """Of each layer, in 64ths of what a query recalls in the mean."""
+        return (self.cold.shares if self.cold else ()) or (64,) * self.num_layers
 
     @property
     def num_pages(self) -> int:

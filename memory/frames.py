@@ -63,7 +63,7 @@ class Frames:
         count = config.num_units // (WARM_BITS[-1] if config.tiers else config.exact_bits)
         self.copies = HostCopies(config, count, dtype, device)
         rows = self.copies.rows.unbind(1) if config.cold else [None] * config.num_layers
-        parts = zip(self._frames, self._warm.bytes, rows, self.copies.overlays, strict=True)
+        parts = zip(self._frames, self._warm.bytes, rows, self.copies.overlays, config.recall_shares, strict=True)
         self.layers = [LayerCache(*exact, *units, *below) for exact, units, *below in parts]
         self.bits = np.zeros(count, dtype=np.uint8)
         self._start = np.zeros(count, dtype=np.int32)

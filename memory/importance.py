@@ -6,6 +6,7 @@ page has no advantage over a young one (plain sums of attention favour what has 
 `kernels.ops`; docs/importance.md says how it is trained, and what it earns.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,22 @@ def load_scorer(path: Path) -> tuple[Scorer, dict[str, str]]:
         raise ValueError(f"{path}: NaN or infinity in {', '.join(odd)}")
     scorer.load_state_dict(tensors)
     return scorer, about
+
+
+def recall_shares(about: dict[str, str], recall: float, num_layers: int) -> tuple[int, ...]:
+    """What each layer recalls where it is `recall` of the tokens in the mean, in 64ths of that, by what `load_scorer`
+    gave; () if the scorer does not say. Odds, so that with `recall` near 1 it is everything in every layer. Raises
+    ValueError."""
+    if "recall_odds" not in about:
+        return ()
+    try:
+        odds = np.array(json.loads(about["recall_odds"]), dtype=np.float64)
+    except (TypeError, ValueError):
+        odds = np.zeros(0)
+    if odds.shape != (num_layers,) or not (np.isfinite(odds) & (odds > 0)).all():
+        raise ValueError(f"wanted recall_odds of {num_layers} layers, above 0, got {about['recall_odds']:.60}")
+    parts = recall * odds / (1 - recall + recall * odds)
+    return tuple(np.maximum(64 * parts / parts.mean(), 1).round().astype(int).tolist())
 
 
 def page_ages(num_pages: int, page_size: int, length: int) -> np.ndarray:

@@ -41,13 +41,15 @@ class Reads:
         if cold is None or not cold.recall:
             return None
         tokens, blocks, start = [0] * len(counts), [], 0
+        shares = np.array(self.config.recall_shares)
         for b, (sequence, count, exact, pages) in enumerate(zip(sequences, counts, exact_lens, copied, strict=True)):
             if pages:
                 wanted = math.ceil(cold.recall * max(sequence.length + count, _LEAST))
                 tokens[b] = min(wanted, pages * self.config.page_size)
+                mean = int(np.minimum(tokens[b] * shares // 64, pages * self.config.page_size).mean().round())
                 mine = [(b, start + i, min(cold.block, count - i), tokens[b]) for i in range(0, count, cold.block)]
                 blocks += mine
-                recalled, read = count * tokens[b], len(mine) * tokens[b]
+                recalled, read = count * mean, len(mine) * mean
                 for reads in (sequence.reads, self.counts):
                     reads.update(queries=count, exact=count * exact + recalled, recalled=recalled, read=read,
                                  decoded=decoding * read)  # fmt: skip

@@ -17,8 +17,8 @@ from tools import float64
 LIMITS = {torch.float32: 2e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
-def make_batch(*args, block, counts, **options):
-    return float64.with_recall(side_by_side(*args, **options), block, counts)
+def make_batch(*args, block, counts, share=64, **options):
+    return float64.with_recall(side_by_side(*args, **options), block, counts, share)
 
 
 def attend(batch):
@@ -32,7 +32,7 @@ def attend(batch):
 
 def check(batch, limit=None):
     out, lse = attend(batch)
-    given = [x for x in (batch.q, out, lse, *batch.cache) if x is not None]
+    given = [x for x in (batch.q, out, lse, *batch.cache) if isinstance(x, torch.Tensor)]
     before = [x.clone() for x in given]
     got = reference.recall(batch.q, out, lse, batch.cache, batch.plan, batch.scale)
     assert got.dtype == batch.q.dtype and got.shape == batch.q.shape and got.data_ptr() != out.data_ptr()
@@ -74,6 +74,15 @@ def test_blocks(block):
     assert (spread > 0).float().mean() < 0.1  # else the test would see little
 
 
+@pytest.mark.parametrize("share", [1, 9, 63, 100, 400, 6400])
+def test_shares_of_layers(share):
+    """Of nothing at all, and of more than there is."""
+    batch = make_batch([1, 20, 9], [3, 30, 9], 6, 2, 64, torch.float32, 16, 1, warm={4: [2, 3, 1], 2: [0, 2, 2]},
+                       copies=torch.float32, block=16, counts=[5, 9, 30], share=share)  # fmt: skip
+    got, out, _ = check(batch)
+    assert torch.equal(got, out) == (share == 1)
+
+
 @DTYPES
 def test_recalling_everything_gives_exact_attention(dtype):
     """As far as there are copies: of one sequence none, and more is asked for than there is."""
@@ -108,6 +117,7 @@ def test_any_ragged_batch(data):
         data.draw(st.sampled_from([16, 32]), "page_size"), len(decodes), warm=warm,
         copies=data.draw(st.sampled_from([torch.float32, torch.int8]), "copies"),
         block=data.draw(st.sampled_from([1, 4, 16]), "block"), counts=counts,
+        share=data.draw(st.sampled_from([64, 64, 5, 30, 150]), "share"),
     )  # fmt: skip
     check(batch, 1e-4)
 

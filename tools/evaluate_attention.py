@@ -67,12 +67,29 @@ class _Listening:
         return out
 
 
+class Differentiable:
+    """The model's operations without what autograd cannot follow: a residual that is changed after it was read."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def rms_norm(self, x: Tensor, *rest: Any) -> Any:
+        return self._ops.rms_norm(x.clone(), *rest)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, *rest: Any) -> Any:
+        return self._ops.rms_norm(residual.add_(x).clone(), *rest)
+
+
 def forward(
     llm: LLM, window: Sequence[int], attend: Callable[[int, Tensor, Tensor, Tensor], Tensor], start: int | None = None,
-    hear: Callable[[Tensor], Any] | None = None,
+    hear: Callable[[Tensor], Any] | None = None, gradients: bool = False,
 ) -> Tensor:  # fmt: skip
     """Hidden states of the window; attend(layer, q [Hq, T, D], k, v [Hkv, T, D]), rotated -> [Hq, T, D]. start: the
-    window is blocks of 64 tokens that all stand there. hear: gets the residual [T, hidden] wherever it has changed."""
+    window is blocks of 64 tokens that all stand there. hear: gets the residual [T, hidden] wherever it has changed.
+    gradients: autograd follows."""
 
     def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor) -> Tensor:
         cos, sin = cos_sin[:, None].chunk(2, dim=-1)
@@ -82,7 +99,9 @@ def forward(
     model = copy.copy(llm._model)
     if hear is not None:
         model.ops = _Listening(model.ops, hear)
-    with torch.no_grad():  # training cannot use what inference_mode made
+    if gradients:
+        model.ops = Differentiable(model.ops)
+    with torch.set_grad_enabled(gradients):  # training cannot use what inference_mode made
         positions = torch.arange(len(window))
         return model.forward(
             torch.tensor(window), positions if start is None else start + positions % 64, attention

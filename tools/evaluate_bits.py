@@ -33,7 +33,7 @@ from engine.progress import Progress
 from kernels import reference
 from memory.importance import Scorer
 from models.errors import ConfigError
-from tools.evaluate_attention import PAGE, RECENT, SINKS, Sample, causal, forward, record
+from tools.evaluate_attention import PAGE, RECENT, SINKS, Differentiable, Sample, causal, forward, record
 from tools.evaluate_importance import standard_error
 from tools.transform_codes import Tables, Transform, fit, stored_bytes, water_fill
 
@@ -71,22 +71,6 @@ def _rotated(llm: LLM, keys: Tensor) -> Tensor:
     return found.flatten(1)
 
 
-class _Differentiable:
-    """The model's operations without what autograd cannot follow: a residual that is changed after it was read."""
-
-    def __init__(self, ops: Any) -> None:
-        self._ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def rms_norm(self, x: Tensor, *rest: Any) -> Any:
-        return self._ops.rms_norm(x.clone(), *rest)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, *rest: Any) -> Any:
-        return self._ops.rms_norm(residual.add_(x).clone(), *rest)
-
-
 def _attended(llm: LLM, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of the queries q [B, STEPS, Hq, D], the newest, to k and v [B, T, Hkv, D]: [B, STEPS, Hq, D]."""
     heads, length = llm._model.config.num_kv_heads, k.shape[1]
@@ -103,7 +87,7 @@ def gradients(
     """How the log-probability of the tokens that the model itself would say at start .. start + STEPS changes with the
     old K (before RoPE) and V: [n, Hkv * D] for each layer and side, K first; as often as they are to be drawn."""
     model = copy.copy(llm._model)
-    model.ops = _Differentiable(model.ops)
+    model.ops = Differentiable(model.ops)
     size = model.config.head_dim
     leaves = [x[:start].clone().requires_grad_() for pair in past.pairs for x in pair]
 

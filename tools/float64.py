@@ -284,8 +284,9 @@ def attention(batch: Batch, sequences: range) -> tuple[Tensor, list[Tensor]]:
     return torch.cat(outputs), all_logits
 
 
-def with_recall(batch: Batch, block: int, counts: Sequence[int]) -> Batch:
-    """The batch with a plan in which each block of queries of sequence b recalls counts[b] tokens."""
+def with_recall(batch: Batch, block: int, counts: Sequence[int], share: int = 64) -> Batch:
+    """The batch with a plan in which each block of queries of sequence b recalls counts[b] tokens, in a layer that
+    takes so many 64ths of it."""
     starts = batch.plan.query_start.tolist()
     blocks = [
         (b, first, min(block, end - first), counts[b])
@@ -293,7 +294,8 @@ def with_recall(batch: Batch, block: int, counts: Sequence[int]) -> Batch:
         for first in range(start, end if counts[b] else start, block)
     ]
     table = torch.tensor(blocks, dtype=torch.int32).view(-1, 4).to(batch.plan.query_start.device)
-    return with_plan(batch, recall=Recall(block, tuple(counts), table))
+    beside = replace(batch, cache=batch.cache._replace(share=share))
+    return with_plan(beside, recall=Recall(block, tuple(counts), table))
 
 
 def with_overlay(batch: Batch, entries: int) -> Batch:
@@ -311,9 +313,10 @@ def recall(batch: Batch) -> tuple[Tensor, Tensor]:
     spread = torch.zeros_like(out)
     starts, group = batch.plan.query_start.tolist(), batch.q.shape[1] // batch.cache.k.shape[0]
     assert batch.plan.recall is not None
-    for b, first, queries, count in batch.plan.recall.blocks.tolist():
+    for b, first, queries, mean in batch.plan.recall.blocks.tolist():
+        count = math.floor(mean * batch.cache.share / 64)
         places = batch.copied[b].nonzero()[:, 0]
-        if not len(places):
+        if not len(places) or not count:
             continue
         heads = range(batch.cache.k.shape[0])
         logits_of = [

@@ -213,9 +213,10 @@ def _pool_bytes(config: CacheConfig) -> int:
 
 
 def _overlay_bytes(config: CacheConfig) -> int:
-    """Rows, and of each KV head a key and a number for how lately each row was read, and for one more."""
+    """Rows, and of each KV head a key and a number for how lately each row was read, and for one more; counts."""
     rows = config.overlay_rows
-    return (rows * config.token_bytes + (rows + 1) * 8 * config.num_layers * config.num_kv_heads + 16) if rows else 0
+    of_layer = (rows + 1) * 8 * config.num_kv_heads + 16
+    return (rows * config.token_bytes + of_layer * config.num_layers) if rows else 0
 
 
 def _step_bytes(model: LlamaConfig, settings: EngineConfig, on_cpu: bool) -> tuple[int, int]:

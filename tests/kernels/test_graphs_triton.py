@@ -40,7 +40,7 @@ class Launches(Recorder):
     def __init__(self, monkeypatch, llm):
         super().__init__()
         self.log, self.of, self.compared = [], {}, 0
-        held = [x for *tensors, overlay in llm._cache.layers for x in (*tensors, *(overlay or ())) if x is not None]
+        held = [x for layer in llm._cache.layers for x in (*layer[:5], *(layer.overlay or ())) if x is not None]
         self.arena = {x.untyped_storage().data_ptr() for x in held}
         launch = triton_interpreter.GridExecutor.__call__
 

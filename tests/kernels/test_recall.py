@@ -36,9 +36,9 @@ def run(batch: float64.Batch) -> torch.Tensor:
     return got
 
 
-def check(batch: float64.Batch, block: int, counts: list[int], scale: float = 3.0) -> torch.Tensor:
+def check(batch: float64.Batch, block: int, counts: list[int], scale: float = 3.0, share: int = 64) -> torch.Tensor:
     """scale: out is rounded twice, and what is taken away of compressed pages once more than where it was added."""
-    batch = float64.with_recall(batch, block, counts)
+    batch = float64.with_recall(batch, block, counts, share)
     got = run(batch)
     want, spread = float64.recall(batch)
     error = ((got.double().cpu() - want).abs() - spread).clamp_min(0)
@@ -80,6 +80,16 @@ def test_blocks(block: int, dtype: torch.dtype, device: str) -> None:
     """Of a single query; of so many rows that they take several programs, the last of them none."""
     batch = float64.make_batch([7, 20], [7, 25], 8, 1, 16, dtype, 16, device=device, warm={2: [3, 2]}, copies=dtype)
     check(batch, block, [9, 3])
+
+
+@pytest.mark.parametrize("share", [3, 40, 250, 6400])
+def test_shares_of_layers(share: int, device: str) -> None:
+    """Of nothing at all, and of more than there is."""
+    batch = float64.make_batch([1, 9], [3, 12], 4, 2, 16, torch.float32, 16, 1, device=device,
+                               warm={4: [2, 1], 2: [1, 2]}, copies=torch.float32)  # fmt: skip
+    out, _ = attend(batch)
+    got = check(batch, 16, [5, 13], share=share)
+    assert torch.allclose(got, out, rtol=0, atol=1e-6) == (share == 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -130,7 +140,7 @@ def test_an_overlay_changes_no_bit(entries: int, dtype: torch.dtype, device: str
     batch = float64.make_batch([1, 1, 1], [5, 20, 7], 6, 2, 16, dtype, 16, 3, device=device,
                                warm={4: [3, 2, 3], 2: [1, 1, 1]}, copies=dtype)  # fmt: skip
     shared = tuple(replace(w, copies=w.copies[[0, 1, 0]].contiguous()) for w in batch.plan.warm)
-    batch = float64.with_recall(float64.with_plan(batch, warm=shared), 16, [10, 3, 8])
+    batch = float64.with_recall(float64.with_plan(batch, warm=shared), 16, [10, 3, 8], share=70)
     cache, before, page = float64.with_overlay(batch, entries).cache, set(), batch.cache.k.shape[2]
     generator = torch.Generator(device).manual_seed(0)
     for step in range(6):
