@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle.checkpoint import make_checkpoint
+from oracle.checkpoint import DEFAULTS, make_checkpoint
 from test_tiers import Tokens, append, assert_holds, make_cache
 from test_tiers_engine import PAGE, assert_empty, greedily, live, load, prompt, run
 
@@ -18,9 +18,11 @@ from engine import ConfigError, loading
 from engine.config import EngineConfig
 from memory import cold
 from memory.config import ColdConfig
+from models.llama.config import LlamaConfig
 from tools.doctor import advice
 
 BELOW = {"recall": 1.0}
+MODEL = LlamaConfig.from_dict(DEFAULTS)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +147,7 @@ def test_a_gpu_recalls_what_its_link_brings_while_it_would_read_everything(monke
     """As seconds: a fraction of the tokens over the link, all of them from the device's own memory."""
     monkeypatch.setattr(loading, "_rates", lambda device: (link, own))
     config = EngineConfig(model="any", kv_budget=0.25)
-    recall = loading._cold(config, 0, torch.device("cuda")).recall
+    recall = loading._cold(config, MODEL, 0, torch.device("cuda")).recall
     assert recall == pytest.approx(wanted)
     assert recall / link <= 1 / own * (1 + 1e-9)
     (said,) = [record.getMessage() for record in caplog.records]
@@ -163,10 +165,10 @@ def test_recall_of_what_is_never_compressed_is_said(directory, caplog, settings,
 @pytest.mark.parametrize("asked", [0.0, 0.2])
 def test_a_fraction_that_is_asked_for_is_taken_unmeasured(monkeypatch, asked):
     monkeypatch.setattr(loading, "_rates", lambda device: pytest.fail("measured"))
-    assert loading._cold(EngineConfig(model="any", recall=asked), 0, torch.device("cuda")).recall == asked
+    assert loading._cold(EngineConfig(model="any", recall=asked), MODEL, 0, torch.device("cuda")).recall == asked
     # A CPU reads copies as fast as all else.
     beside_a_cpu = EngineConfig(model="any", host_cache_size=1 << 20)
-    assert loading._cold(beside_a_cpu, 0, torch.device("cpu")).recall == 0.05
+    assert loading._cold(beside_a_cpu, MODEL, 0, torch.device("cpu")).recall == 0.05
 
 
 def test_recall_0_keeps_copies_that_nobody_reads(directory):

@@ -13,6 +13,7 @@ from test_tiers_engine import greedily, load, prompt
 
 from engine import LLM, ConfigError, RequestError
 from memory.importance import DEFAULT, FEATURE_VERSION, Scorer, load_scorer, recall_shares
+from tools import evaluate
 from tools import recall_shares as tool
 from tools.evaluate_attention import at_floor, causal, forward
 
@@ -200,6 +201,18 @@ def test_layers_read_their_shares_and_all_is_still_exact(directory, tmp_path):
     assert 0.8 * reads["even"] < reads["shared"] <= reads["even"], "a layer wants more than the young text has"
     llms = [load(directory / "model", recall=0.05, scorer=x, **settings) for x in (None, path)]
     assert not torch.equal(*(torch.cat(list(llm.logits(tokens))) for llm in llms))
+
+
+def test_scorers_are_compared_in_one_run(directory, tmp_path, capsys):
+    names = [written(tmp_path / name, odds) for name, odds in (("even", "[1, 1]"), ("odd", "[9, 0.2]"))]
+    words = ["quality", "--model", directory / "model", "--text", directory / "text", "--context", 512, "--score-from",
+             128, "--tokens", 300, "--dtype", "float32", "--kv-budget", 0.2, "--recall", 0.05, "--json", "--scorer",
+             ",".join(map(str, names))]  # fmt: skip
+    assert evaluate.main([str(word) for word in words]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["setting"].split("scorer ")[1] for row in rows] == [str(name) for name in names]
+    assert rows[0]["kl_nats"] != rows[1]["kl_nats"] > 0
+    assert rows[0]["resident_ratio"] == rows[1]["resident_ratio"]
 
 
 def test_the_demo_models_shares_ship():

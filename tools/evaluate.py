@@ -53,6 +53,7 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
     settings: list[dict[str, Any]] = [{"kv_budget": budget, **passed} for budget in args.kv_budget or []]
     if args.preset:
         settings.append({"preset": args.preset, **passed})
+    settings = [{**changes, **by} for changes in settings for by in [{"scorer": name} for name in args.scorer] or [{}]]
     if not settings:
         raise ConfigError("nothing to measure: give --kv-budget FRACTION[,FRACTION...] or --preset proposal")
     _check(args, settings)
@@ -375,6 +376,7 @@ def _parser() -> argparse.ArgumentParser:
     add_budget(command, True, None)
     command.add_argument("--preset", metavar="NAME", help="proposal: a row for the original proposal's tiers")
     command.add_argument("--importance", metavar="NAME", help="score, random or none (default: score)")
+    command.add_argument("--scorer", type=_names, default=[], metavar="FILE[,FILE]", help="rows with these scorers")
     command.add_argument("--plot", metavar="FILE.png", help="draw KL over resident bytes (needs matplotlib)")
 
     command = add(needle, "facts in a long context, asked for at its end")
