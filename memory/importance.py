@@ -120,8 +120,8 @@ def recall_shares(about: dict[str, str], recall: float, num_layers: int) -> tupl
         odds = np.array(json.loads(about["recall_odds"]), dtype=np.float64)
     except (TypeError, ValueError):
         odds = np.zeros(0)
-    if odds.shape != (num_layers,) or not (np.isfinite(odds) & (odds > 0)).all():
-        raise ValueError(f"wanted recall_odds of {num_layers} layers, above 0, got {about['recall_odds']:.60}")
+    if odds.shape != (num_layers,) or not ((odds > 1e-6) & (odds < 1e6)).all():
+        raise ValueError(f"wanted recall_odds of {num_layers} layers, 1e-6 to 1e6, got {about['recall_odds']:.60}")
     parts = recall * odds / (1 - recall + recall * odds)
     return tuple(np.maximum(64 * parts / parts.mean(), 1).round().astype(int).tolist())
 

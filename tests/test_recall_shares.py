@@ -170,7 +170,7 @@ def test_a_scorer_without_shares_has_none():
     assert recall_shares({}, 0.05, 2) == ()
 
 
-ODDS = ["", "1", "[1]", "[1, 0]", "[1, NaN]", '{"a": 1}', "[1, 2, 3]", '["a", "b"]', "[[1], [2]]"]
+ODDS = ["", "1", "[1]", "[1, 0]", "[1, 1e300]", "[1, NaN]", '{"a": 1}', "[1, 2, 3]", '["a", "b"]', "[[1], [2]]"]
 
 
 @pytest.mark.parametrize("odds", ODDS)
