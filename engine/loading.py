@@ -200,13 +200,19 @@ def _cold(config: EngineConfig, model: LlamaConfig, weights: int, device: torch.
     size = config.host_cache_size or (1 << 62 if free is None else max(free - weights, 0) // 2)
     recall = config.recall if config.recall is not None else _affordable(device) if device.type == "cuda" else _RECALL
     require_config(not overlay or recall > 0, "overlay_size keeps what is recalled, and recall is", recall)
+    exclusive, shares = config.cold_policy == "exclusive", layer_shares(config, model, recall)
+    return ColdConfig(kind, size, recall, config.recall_block, exclusive, overlay, shares)
+
+
+def layer_shares(config: EngineConfig, model: LlamaConfig, recall: float) -> tuple[int, ...]:
+    """`ColdConfig.shares`, if the scorer has any for such a model. Raises ConfigError."""
     about = _load_scorer(config)[1]
+    if not recall or about.get("recall_model") != shape_of(model):
+        return ()
     try:
-        known = recall > 0 and about.get("model") == shape_of(model)
-        shares = recall_shares(about, recall, model.num_layers) if known else ()
+        return recall_shares(about, recall, model.num_layers)
     except ValueError as error:
         raise ConfigError(f"scorer {config.scorer or DEFAULT}: {error}") from None
-    return ColdConfig(kind, size, recall, config.recall_block, config.cold_policy == "exclusive", overlay, shares)
 
 
 def _affordable(device: torch.device) -> float:

@@ -118,7 +118,7 @@ def recall_shares(about: dict[str, str], recall: float, num_layers: int) -> tupl
         return ()
     try:
         odds = np.array(json.loads(about["recall_odds"]), dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         odds = np.zeros(0)
     if odds.shape != (num_layers,) or not ((odds > 1e-6) & (odds < 1e6)).all():
         raise ValueError(f"wanted recall_odds of {num_layers} layers, 1e-6 to 1e6, got {about['recall_odds']:.60}")

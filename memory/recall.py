@@ -44,8 +44,7 @@ class Reads:
         shares = np.array(self.config.recall_shares)
         for b, (sequence, count, exact, pages) in enumerate(zip(sequences, counts, exact_lens, copied, strict=True)):
             if pages:
-                wanted = math.ceil(cold.recall * max(sequence.length + count, _LEAST))
-                tokens[b] = min(wanted, pages * self.config.page_size)
+                tokens[b] = math.ceil(cold.recall * max(sequence.length + count, _LEAST))
                 mean = int(np.minimum(tokens[b] * shares // 64, pages * self.config.page_size).mean().round())
                 mine = [(b, start + i, min(cold.block, count - i), tokens[b]) for i in range(0, count, cold.block)]
                 blocks += mine

@@ -29,12 +29,23 @@ def directory(tmp_path_factory):
 
 
 def written(path, odds, model=SHAPE):
-    about = {"feature_version": FEATURE_VERSION, "model": model, "recall_odds": odds}
+    about = {"feature_version": FEATURE_VERSION, "recall_model": model, "recall_odds": odds}
     save_file(Scorer().state_dict(), path, about)
     return path
 
 
 # The choice.
+
+
+@pytest.mark.parametrize("recall", [0.05, 0.249])
+@pytest.mark.parametrize("seed", range(20))
+def test_costs_that_fall_in_steps_are_never_more_than_of_even_shares(seed, recall):
+    rng = np.random.default_rng(seed)
+    costs = 10 ** rng.uniform(-4, 0, (6, len(tool.FACTORS)))
+    found, even = tool.share(costs, recall), np.full(6, recall)
+    assert found.mean() == pytest.approx(recall) and (found < 1).all()
+    assert (found > 0.999 * recall * tool.FACTORS[0]).all() and (found < 1.001 * recall * tool.FACTORS[-1]).all()
+    assert tool.costs_at(costs, recall, found).sum() <= tool.costs_at(costs, recall, even).sum()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -99,14 +110,13 @@ def arguments(directory, out, *more):
 def test_the_tool_writes_shares_that_the_engine_takes(directory, capsys):
     out = directory / "shares.safetensors"
     assert tool.main(arguments(directory, out, "--json")) == 0
-    captured = capsys.readouterr()
-    report = json.loads(captured.out)
-    assert "this model has 2 layers" in captured.err
+    report = json.loads(capsys.readouterr().out)
     assert np.mean(report["fractions"]) == pytest.approx(0.05, rel=1e-2)
     assert 0 < report["kl_shared"] <= report["kl_even"] * 1.001
     scorer, about = load_scorer(out)
     assert torch.equal(scorer.packed(), load_scorer(DEFAULT)[0].packed()), "the scorer is the package's"
-    assert about["model"] == SHAPE and "tools.recall_shares" in about["recall_command"]
+    assert about["recall_model"] == SHAPE and "tools.recall_shares" in about["recall_command"]
+    assert about["model"] == load_scorer(DEFAULT)[1]["model"], "which is of what the scorer was trained on"
     llm = load(directory / "model", kv_budget=0.2, recall=0.05, scorer=out)
     shares = [layer.share for layer in llm._cache.layers]
     assert shares == pytest.approx([64 * x / 0.05 for x in report["fractions"]], abs=1)
@@ -138,7 +148,11 @@ def test_an_error_in_a_layer_costs_what_it_does_to_the_predictions(directory, la
 @pytest.mark.parametrize(
     ("wrong", "kind", "words"),
     [
-        (["--recall", 0.5], ConfigError, "need --recall above 0, up to 0.250"),
+        (["--recall", 0.25], ConfigError, "need --recall above 0, below 0.25"),
+        (["--windows", 0], ConfigError, "need --windows from 1"),
+        (["--seed", 2**63], ConfigError, "--seed from 0 to 2"),
+        (["--out", "/tmp"], ConfigError, "a directory, or not to be written"),
+        (["--out", "/proc/x.safetensors"], ConfigError, "--out /proc/x.safetensors"),
         (["--context", 300], ConfigError, "need --context in whole 256"),
         (["--out", "/nowhere/x"], ConfigError, "no such directory"),
         (["--scorer", "/nowhere/x"], ConfigError, "no scorer"),
@@ -171,6 +185,7 @@ def test_a_scorer_without_shares_has_none():
 
 
 ODDS = ["", "1", "[1]", "[1, 0]", "[1, 1e300]", "[1, NaN]", '{"a": 1}', "[1, 2, 3]", '["a", "b"]', "[[1], [2]]"]
+ODDS += ["[" * 100_000, "[1" + "0" * 400 + ", 1]"]
 
 
 @pytest.mark.parametrize("odds", ODDS)

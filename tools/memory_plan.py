@@ -223,6 +223,11 @@ def _step_bytes(model: LlamaConfig, settings: EngineConfig, on_cpu: bool) -> tup
     """(activation, workspace): what a step holds at most, as a chunk of a prompt beside the tokens of the others; or
     what moves pages between steps holds, if that is more."""
     config = cache_config(model, settings)
+    if config.cold:
+        from engine.loading import layer_shares
+
+        shares = layer_shares(settings, model, config.cold.recall)
+        config = replace(config, cold=replace(config.cold, shares=shares))
     assert settings.max_model_len is not None
     context, batch = settings.max_model_len, settings.max_num_seqs
     tokens = min(settings.max_num_batched_tokens, context * batch)
@@ -309,6 +314,7 @@ def workspace_bytes(
         tiles = ceil(rows / TILE_ROWS[config.itemsize])
         mass = 4 * blocks * kv_heads * columns * (tiles + (tiles > 1))
         most = 1 << (ceil(config.cold.recall * context) - 1).bit_length()
+        most = ceil(most * max(config.recall_shares) / 64)  # of any layer
         # Of all heads together, and of each head SPREAD times as many.
         chosen = (4 + 8) * blocks * kv_heads * most * (1 + SPREAD)
         parts.append(mass + chosen)

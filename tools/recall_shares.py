@@ -14,6 +14,7 @@ Odds say how much likelier a token is recalled in a layer than in the mean, so t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -29,6 +30,7 @@ from engine.errors import RequestError
 from models.errors import ConfigError
 from tools import evaluate_texts
 from tools.bench import provenance
+from tools.train_scorer import check_out, save
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,19 +59,19 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
-    if not 0 < args.recall <= 1 / FACTORS[-1]:
-        raise ConfigError(f"need --recall above 0, up to {1 / FACTORS[-1]:.3f}, got {args.recall}")
+    if not 0 < args.recall < 1 / FACTORS[-1]:
+        raise ConfigError(f"need --recall above 0, below {1 / FACTORS[-1]}, got {args.recall}")
+    if args.windows < 1 or not 0 <= args.seed < 2**63:
+        raise ConfigError(f"need --windows from 1 and --seed from 0 to 2^63, got {args.windows}, {args.seed}")
     if args.context % 256 or args.context < 512:
         raise ConfigError(f"need --context in whole 256 tokens, 512 at least, got {args.context}")
-    if not Path(args.out).absolute().parent.is_dir():
-        raise ConfigError(f"--out {args.out}: there is no such directory")
+    check_out(args.out)
     import torch
 
     from engine import LLM
     from engine.loading import shape_of
     from engine.progress import Progress
     from memory.importance import DEFAULT, load_scorer
-    from tools.train_scorer import save
 
     try:
         scorer, about = load_scorer(Path(args.scorer or DEFAULT).expanduser())
@@ -90,11 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     before, after = (costs_at(costs, args.recall, x).sum() for x in (np.full(len(costs), args.recall), fractions))
     odds = fractions / (1 - fractions) * (1 - args.recall) / args.recall
     words = " ".join(["python -m tools.recall_shares", *(sys.argv[1:] if argv is None else argv)])
-    shape = shape_of(llm._model.config)
-    if about.get("model") != shape:
-        print(f"note: the scorer was trained on {about.get('model')}, this model has {shape}", file=sys.stderr)
-    told = {"model": shape, "recall_odds": json.dumps(odds.round(3).tolist()), "recall_command": words}
-    save(scorer, Path(args.out), {**about, **told})
+    told = {"recall_model": shape_of(llm._model.config), "recall_odds": json.dumps(odds.round(3).tolist())}
+    save(scorer, Path(args.out), {**about, **told, "recall_command": words})
     report = {"out": args.out, "fractions": fractions.round(4).tolist(), "kl_even": before, "kl_shared": after}
     lines = [f"layer {i:3}  recalls {x:.4f}" for i, x in enumerate(fractions)]
     lines += [f"KL {before:.2e} where all are alike, {after:.2e} so, on these texts, as far as errors are small"]
@@ -172,16 +171,34 @@ def costs_at(costs: np.ndarray, recall: float, fractions: np.ndarray) -> np.ndar
 
 
 def share(costs: np.ndarray, recall: float) -> np.ndarray:
-    """Fractions [layers], `recall` in the mean, of the least costs in all (Lagrange: one price in all layers)."""
-    grid = recall * np.geomspace(FACTORS[0], FACTORS[-1], 200)
-    table = np.array([costs_at(costs, recall, np.full(len(costs), x)) for x in grid])  # [grid, layers]
-    low, high = 1e-12, 1e6
-    for _ in range(100):
-        price = math.sqrt(low * high)
-        found = grid[(table + price * grid[:, None]).argmin(0)]
-        low, high = (price, high) if found.mean() > recall else (low, price)
-    fractions: np.ndarray = found * recall / found.mean()
-    return fractions
+    """Fractions [layers], `recall` in the mean, of the least costs in all: the steps that spare most for what they take
+    come first, of each layer's costs as far as they are convex. Never worse than the same fraction for all."""
+    grid = recall * np.geomspace(FACTORS[0], FACTORS[-1], 129)
+    layers, spared, taken = [], [], []
+    for layer, row in enumerate(np.array([costs_at(costs, recall, np.full(len(costs), x)) for x in grid]).T):
+        for begin, end in itertools.pairwise(_lower_hull(grid, row)):
+            layers.append(layer)
+            taken.append(grid[end] - grid[begin])
+            spared.append((row[begin] - row[end]) / taken[-1])
+    order = np.argsort(-np.array(spared), kind="stable")
+    widths = np.array(taken)[order]
+    left = len(costs) * (recall - grid[0]) - (widths.cumsum() - widths)
+    found = np.full(len(costs), grid[0])
+    np.add.at(found, np.array(layers)[order], np.clip(left, 0, widths))
+    return min(found, np.full(len(costs), recall), key=lambda x: costs_at(costs, recall, x).sum())
+
+
+def _lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
+    """Which of the points, in order, are corners of their lower convex hull (Andrew's monotone chain)."""
+    found: list[int] = []
+    for i in range(len(x)):
+        while len(found) > 1:
+            a, b = found[-2:]
+            if (y[b] - y[a]) * (x[i] - x[b]) < (y[i] - y[b]) * (x[b] - x[a]):
+                break
+            found.pop()
+        found.append(i)
+    return found
 
 
 if __name__ == "__main__":

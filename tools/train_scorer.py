@@ -144,8 +144,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"need --context from --horizon + 256 to the model's {context}, got {args.context}")
     if args.horizon % 64 or args.horizon < 64 or args.context % 256:
         raise ConfigError(f"need --horizon in whole 64 tokens and --context in 256, got {args.horizon}, {args.context}")
-    if not Path(args.out).absolute().parent.is_dir():
-        raise ConfigError(f"--out {args.out}: there is no such directory")
+    check_out(args.out)
     if args.decay_share is not None and not 0 <= args.decay_share < 1:
         raise ConfigError(f"--decay-share must be a number from 0 to less than 1, got {args.decay_share}")
     for name in (*args.text, *args.held_out):
@@ -369,16 +368,26 @@ def _read_checkpoint(
     return at["step"], at["since"], at["least"], groups["best"]
 
 
+def check_out(out: str) -> None:
+    """Raises ConfigError for what no file can be written to."""
+    path = Path(out).absolute()
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no such directory")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--out {out}: a directory, or not to be written")
+
+
 def save(scorer: Scorer, path: Path, about: dict[str, str]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from memory.importance import FEATURE_VERSION
 
-    save_file(
-        {name: value.contiguous() for name, value in scorer.state_dict().items()},
-        path,
-        {"feature_version": FEATURE_VERSION, **about},
-    )
+    tensors = {name: value.contiguous() for name, value in scorer.state_dict().items()}
+    try:
+        save_file(tensors, path, {"feature_version": FEATURE_VERSION, **about})
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--out {path}: {error}") from None
 
 
 def _print(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
