@@ -21,6 +21,7 @@ FEATURE_VERSION = "2"  # of what a scorer reads: one that was trained on others 
 DEFAULT = Path(__file__).with_name("scorer.safetensors")  # made by tools.train_scorer
 # What a profile multiplies alpha, beta and gamma by.
 PROFILES = {"default": (1, 1, 1), "chat": (1, 1.5, 1), "document": (1, 1, 1.1), "code": (1.25, 1, 1)}
+SHARED = 0.05  # of the tokens, where tools.recall_shares measures what more of them spare in each layer
 # What is averaged, and over how many of the setting's windows: the newest lift; lift / (1 + lift), which says how often
 # a page gets more than its share, and of which no single query decides, three times; the lift itself, twice.
 _WINDOWS = np.array([1e-9, 1, 4, np.inf, 1, np.inf])
@@ -112,7 +113,8 @@ def load_scorer(path: Path) -> tuple[Scorer, dict[str, str]]:
 
 def recall_shares(about: dict[str, str], recall: float, num_layers: int) -> tuple[int, ...]:
     """What each layer recalls where it is `recall` of the tokens in the mean, in 64ths of that, by what `load_scorer`
-    gave; () if the scorer does not say. Odds, so that with `recall` near 1 it is everything in every layer. Raises
+    gave; () if the scorer does not say. Odds, so that with `recall` near 1 it is everything in every layer. They are
+    what errors cost where SHARED is recalled, and errors small; the less is, the more alike layers are. Raises
     ValueError."""
     if "recall_odds" not in about:
         return ()
@@ -122,6 +124,7 @@ def recall_shares(about: dict[str, str], recall: float, num_layers: int) -> tupl
         odds = np.zeros(0)
     if odds.shape != (num_layers,) or not ((odds > 1e-6) & (odds < 1e6)).all():
         raise ValueError(f"wanted recall_odds of {num_layers} layers, 1e-6 to 1e6, got {about['recall_odds']:.60}")
+    odds **= min(recall / SHARED, 1)
     parts = recall * odds / (1 - recall + recall * odds)
     return tuple(np.maximum(64 * parts / parts.mean(), 1).round().astype(int).tolist())
 

@@ -148,7 +148,6 @@ def test_an_error_in_a_layer_costs_what_it_does_to_the_predictions(directory, la
 @pytest.mark.parametrize(
     ("wrong", "kind", "words"),
     [
-        (["--recall", 0.25], ConfigError, "need --recall above 0, below 0.25"),
         (["--windows", 0], ConfigError, "need --windows from 1"),
         (["--seed", 2**63], ConfigError, "--seed from 0 to 2"),
         (["--out", "/tmp"], ConfigError, "a directory, or not to be written"),
@@ -176,8 +175,8 @@ def test_shares_are_the_fraction_in_the_mean_whatever_it_is(recall):
     assert shares.mean() == pytest.approx(64, abs=0.5)
     assert list(shares) == sorted(shares, reverse=True)
     assert (shares * recall <= 64 * 1.3).all()
-    if recall == 1:
-        assert set(shares) == {64}
+    if recall in (1e-3, 1):
+        assert shares == pytest.approx(64, rel=0.06)
 
 
 def test_a_scorer_without_shares_has_none():

@@ -8,7 +8,7 @@
 
 A layer's error is taken alone: errors of several layers add up, as far as they are small and go their own ways. The
 gradient holds what the output projection and the layers behind make of an error, so that all layers are in one unit.
-Odds say how much likelier a token is recalled in a layer than in the mean, so they serve other fractions too.
+Odds say how much likelier a token is recalled in a layer than in the mean: see `memory.importance.recall_shares`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--scorer", metavar="FILE", help="the scorer that gets them (default: the package's)")
     parser.add_argument("--context", type=int, default=2048, metavar="N", help="of a window (default: %(default)s)")
     parser.add_argument("--windows", type=int, default=2, metavar="N", help="of each text (default: %(default)s)")
-    parser.add_argument("--recall", type=float, default=0.05, metavar="FRACTION", help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the tokens that are drawn")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -59,8 +58,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
-    if not 0 < args.recall < 1 / FACTORS[-1]:
-        raise ConfigError(f"need --recall above 0, below {1 / FACTORS[-1]}, got {args.recall}")
     if args.windows < 1 or not 0 <= args.seed < 2**63:
         raise ConfigError(f"need --windows from 1 and --seed from 0 to 2^63, got {args.windows}, {args.seed}")
     if args.context % 256 or args.context < 512:
@@ -71,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from engine import LLM
     from engine.loading import shape_of
     from engine.progress import Progress
-    from memory.importance import DEFAULT, load_scorer
+    from memory.importance import DEFAULT, SHARED, load_scorer
 
     try:
         scorer, about = load_scorer(Path(args.scorer or DEFAULT).expanduser())
@@ -87,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise RequestError(f"{name}: {args.windows} windows were asked for, it has {len(windows)}")
         found += windows
     bar = Progress(found, desc="Measuring", unit="window", shown=True)
-    costs = np.mean([costs_of(llm, window, args.recall, generator) for window in bar], axis=0)
-    fractions = share(costs, args.recall)
-    before, after = (costs_at(costs, args.recall, x).sum() for x in (np.full(len(costs), args.recall), fractions))
-    odds = fractions / (1 - fractions) * (1 - args.recall) / args.recall
+    costs = np.mean([costs_of(llm, window, SHARED, generator) for window in bar], axis=0)
+    fractions = share(costs, SHARED)
+    before, after = (costs_at(costs, SHARED, x).sum() for x in (np.full(len(costs), SHARED), fractions))
+    odds = fractions / (1 - fractions) * (1 - SHARED) / SHARED
     words = " ".join(["python -m tools.recall_shares", *(sys.argv[1:] if argv is None else argv)])
     told = {"recall_model": shape_of(llm._model.config), "recall_odds": json.dumps(odds.round(3).tolist())}
     save(scorer, Path(args.out), {**about, **told, "recall_command": words})
