@@ -127,9 +127,9 @@ def _errors(device: str, dtype: Any, heads: int, kv_heads: int, head_dim: int) -
     lens, lengths, reads = ([1, 5], [40, 30], [9, 40]) if small else ([1, 300, 40], [500, 700, 40], [100, 60, 900])
     warm = {8: [1, 1, 0], 4: [2, 1, 9], 3: [1, 2, 5], 2: [0, 1, 0]}
     warm = {bits: [n if small else 5 * n for n in pages[: len(lens)]] for bits, pages in warm.items()}
-    for copies in (dtype, torch.int8):
+    for copies, share in ((dtype, 64), (torch.int8, 90)):
         batch = float64.make_batch(lens, lengths, heads, kv_heads, head_dim, dtype, 64, 1, device, warm, copies)
-        batch = float64.with_recall(batch, 16, reads)
+        batch = float64.with_recall(batch, 16, reads, share)
         lse, rest = torch.zeros(sum(lens), heads, device=device), (batch.cache, batch.plan, batch.scale)
         out = torch.cat(
             [
