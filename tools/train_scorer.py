@@ -378,16 +378,15 @@ def check_out(out: str) -> None:
 
 
 def save(scorer: Scorer, path: Path, about: dict[str, str]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save as encoded
 
     from memory.importance import FEATURE_VERSION
 
     tensors = {name: value.contiguous() for name, value in scorer.state_dict().items()}
     try:
-        save_file(tensors, path, {"feature_version": FEATURE_VERSION, **about})
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"--out {path}: {error}") from None
+        path.write_bytes(encoded(tensors, {"feature_version": FEATURE_VERSION, **about}))
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror}") from None
 
 
 def _print(args: argparse.Namespace, report: dict[str, Any], text: str) -> None:
