@@ -43,7 +43,7 @@ def check_decode(batch, dtype, limit=None):
     q = batch.q[:n]
     logits = torch.full((n, heads, batch.plan.num_columns(page_size)), torch.nan)
     lse = torch.full((n, heads), torch.nan)
-    before = [x.clone() for x in batch.cache if x is not None]
+    before = [x.clone() for x in filter(torch.is_tensor, batch.cache)]
     out = reference.decode_attention(q, batch.cache, batch.plan, batch.scale, logits, lse)
     assert out.dtype == dtype and out.shape == q.shape
     assert torch.equal(out, reference.decode_attention(q, batch.cache, batch.plan, batch.scale))
