@@ -109,9 +109,10 @@ def shape_of(model: LlamaConfig) -> str:
     return f"{model.num_layers} layers, {heads}, vocabulary {model.vocab_size}"
 
 
-def _load_scorer(config: EngineConfig) -> tuple[Scorer, dict[str, str]]:
+def read_scorer(path: str | os.PathLike[str] | None) -> tuple[Scorer, dict[str, str]]:
+    """What `load_scorer` gives of a file, or of the one that ships. Raises ConfigError."""
     try:
-        return load_scorer(Path(config.scorer or DEFAULT).expanduser())
+        return load_scorer(Path(path or DEFAULT).expanduser())
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -120,7 +121,7 @@ def _scorer(config: EngineConfig, cache: CacheConfig, model: LlamaConfig) -> tor
     """By what pages are scored, where any may be compressed."""
     if config.scorer is None and cache.tiers is None:
         return None
-    scorer, about = _load_scorer(config)
+    scorer, about = read_scorer(config.scorer)
     if config.scorer and about.get("model") != shape_of(model):
         words = "scorer %s was trained on a model of %s, and this one has %s"
         log.warning(words, config.scorer, about.get("model"), shape_of(model))
@@ -206,8 +207,8 @@ def _cold(config: EngineConfig, model: LlamaConfig, weights: int, device: torch.
 
 def layer_shares(config: EngineConfig, model: LlamaConfig, recall: float) -> tuple[int, ...]:
     """`ColdConfig.shares`, if the scorer has any for such a model. Raises ConfigError."""
-    about = _load_scorer(config)[1]
-    if not recall or about.get("recall_model") != shape_of(model):
+    about = read_scorer(config.scorer)[1] if recall else {}
+    if about.get("recall_model") != shape_of(model):
         return ()
     try:
         return recall_shares(about, recall, model.num_layers)

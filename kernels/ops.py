@@ -146,12 +146,13 @@ class Recall(NamedTuple):
     """What queries read of the copies of compressed pages: see `Ops.recall`."""
 
     block: int  # consecutive queries of a chunk that read the same tokens; a chunk's last block may have fewer
-    counts: tuple[int, ...]  # of each sequence: tokens that a block reads for a KV head, in the mean; 0 without copies
+    # Of each sequence: tokens that a block reads for a KV head, in the mean of heads and layers; 0 without copies.
+    counts: tuple[int, ...]
     blocks: Tensor  # [N, 4] int32: sequence, first query of the step, queries, tokens; of sequences that read any
 
     @property
     def most(self) -> int:
-        """Tokens that one block reads at most, rounded up to a power of two."""
+        """The largest of the counts, rounded up to a power of two."""
         return 1 << (max(self.counts) - 1).bit_length()
 
 

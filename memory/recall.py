@@ -31,6 +31,7 @@ class Reads:
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
         self.counts: Counter[str] = Counter()
+        self._shares = np.array(config.recall_shares)
 
     def plan(
         self, sequences: Sequence[CachedSequence], counts: Sequence[int], exact_lens: list[int],
@@ -41,11 +42,10 @@ class Reads:
         if cold is None or not cold.recall:
             return None
         tokens, blocks, start = [0] * len(counts), [], 0
-        shares = np.array(self.config.recall_shares)
         for b, (sequence, count, exact, pages) in enumerate(zip(sequences, counts, exact_lens, copied, strict=True)):
             if pages:
                 tokens[b] = math.ceil(cold.recall * max(sequence.length + count, _LEAST))
-                mean = int(np.minimum(tokens[b] * shares // 64, pages * self.config.page_size).mean().round())
+                mean = int(np.minimum(tokens[b] * self._shares // 64, pages * self.config.page_size).mean().round())
                 mine = [(b, start + i, min(cold.block, count - i), tokens[b]) for i in range(0, count, cold.block)]
                 blocks += mine
                 recalled, read = count * mean, len(mine) * mean

@@ -75,7 +75,7 @@ def importance(args: argparse.Namespace) -> dict[str, Any]:
     if args.context % 256 or args.context < 512 + 64 * (args.blocks + 4):
         raise ConfigError(f"need --context in whole 256 tokens, {512 + 64 * (args.blocks + 4)} at least")
     args.score_from, args.tokens = 0, 1
-    from memory.importance import DEFAULT, load_scorer
+    from engine.loading import read_scorer
     from tools import evaluate_importance
 
     predicted = args.signals or evaluate_importance.COMPARED
@@ -85,18 +85,11 @@ def importance(args: argparse.Namespace) -> dict[str, Any]:
 
     def cut(name: str, count: int) -> list[list[int]]:
         assert base.tokenizer is not None
-        tokens = (args.context - 1) * count
-        windows = evaluate_texts.windows([name], base.tokenizer, args.context, args.context, 0, tokens)
-        if len(windows) < count:
-            raise RequestError(f"{name}: {count} windows were asked for, it has {len(windows)}")
-        return windows
+        return evaluate_texts.first_windows(name, base.tokenizer, args.context, count)
 
     calibration = [] if args.no_kl else [cut(name, 1)[0] for name in args.calibrate]
     texts = {name: cut(name, args.windows) for name in args.text}
-    try:
-        scorer = load_scorer(Path(args.scorer or DEFAULT))[0]
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    scorer = read_scorer(args.scorer)[0]
     measured = evaluate_importance.rows(base, scorer, texts, calibration, args.blocks, args.layers, predicted)
     return about | {
         "text": args.text,
@@ -115,13 +108,10 @@ def bits(args: argparse.Namespace) -> dict[str, Any]:
     if args.context % 256 or args.context < 512 + 64 * args.blocks:
         raise ConfigError(f"need --context in whole 256 tokens, {512 + 64 * args.blocks} at least")
     args.score_from, args.tokens = 0, 1
-    from memory.importance import DEFAULT, load_scorer
+    from engine.loading import read_scorer
     from tools import evaluate_bits
 
-    try:
-        scorer = load_scorer(Path(args.scorer or DEFAULT))[0]
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    scorer = read_scorer(args.scorer)[0]
     base, _, about = _read(args)
     assert base.tokenizer is not None
     encoder, context = base.tokenizer, args.context

@@ -51,6 +51,14 @@ def _read(path: Path) -> str:
         raise RequestError(f"{path}: not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}") from None
 
 
+def first_windows(name: str, tokenizer: Tokenizer, context: int, count: int) -> list[list[int]]:
+    """So many whole windows of a text. Raises RequestError where it has fewer."""
+    found = windows([name], tokenizer, context, context, 0, (context - 1) * count)
+    if len(found) < count:
+        raise RequestError(f"{name}: of {context} tokens, {count} windows were asked for, it has {len(found)}")
+    return found
+
+
 def windows(
     texts: Iterable[str], tokenizer: Tokenizer, context: int, longest: int, score_from: int, tokens: int
 ) -> list[list[int]]:

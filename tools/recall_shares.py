@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.cli import run
-from engine.errors import RequestError
 from models.errors import ConfigError
 from tools import evaluate_texts
 from tools.bench import provenance
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the mean, that a layer is tried with: it gets no less and no more
 _EVERY = 8  # queries of which one is measured
-_PAGE = 64
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,23 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from engine import LLM
-    from engine.loading import shape_of
+    from engine.loading import read_scorer, shape_of
     from engine.progress import Progress
-    from memory.importance import DEFAULT, SHARED, load_scorer
+    from memory.importance import SHARED
 
-    try:
-        scorer, about = load_scorer(Path(args.scorer or DEFAULT).expanduser())
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    scorer, about = read_scorer(args.scorer)
     llm = LLM(args.model, dtype="float32", threads=1, max_model_len=args.context, progress=True)
     generator = torch.Generator().manual_seed(args.seed)
     assert llm.tokenizer is not None
-    tokens, found = (args.context - 1) * args.windows, []
+    found = []
     for name in args.text:
-        windows = evaluate_texts.windows([name], llm.tokenizer, args.context, args.context, 0, tokens)
-        if len(windows) < args.windows:
-            raise RequestError(f"{name}: {args.windows} windows were asked for, it has {len(windows)}")
-        found += windows
+        found += evaluate_texts.first_windows(name, llm.tokenizer, args.context, args.windows)
     bar = Progress(found, desc="Measuring", unit="window", shown=True)
     costs = np.mean([costs_of(llm, window, SHARED, generator) for window in bar], axis=0)
     fractions = share(costs, SHARED)
@@ -131,11 +123,11 @@ def _errors(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, fractions: Sequence
     is exact: those of all KV heads together whose squares are largest, and the newest."""
     import torch
 
-    from tools.evaluate_attention import at_floor
+    from tools.evaluate_attention import PAGE, at_floor
 
     grouped = q[:, chosen].unflatten(0, (len(k), -1)) * q.shape[2] ** -0.5  # [Hkv, group, n, D]
     at = torch.arange(k.shape[1])
-    old = at < (chosen[:, None] // _PAGE - 1) * _PAGE
+    old = at < (chosen[:, None] // PAGE - 1) * PAGE
     future = at > chosen[:, None]
 
     def attention(exact: Tensor) -> Tensor:

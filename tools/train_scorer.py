@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import run
-from engine.errors import RequestError
 from models.errors import ConfigError
 from models.files import read_object
 from models.llama.config import LlamaConfig
@@ -156,9 +155,7 @@ def _samples(args: argparse.Namespace, llm: Any, name: str, count: int) -> list[
     in chunks of 256, of which two are."""
     from tools.evaluate_attention import layers_of, record
 
-    windows = evaluate_texts.windows([name], llm.tokenizer, args.context, args.context, 0, args.context * count - count)
-    if len(windows) < count:
-        raise RequestError(f"{name}: {count} windows of {args.context} tokens were asked for, it has {len(windows)}")
+    windows = evaluate_texts.first_windows(name, llm.tokenizer, args.context, count)
     layers = layers_of(llm, args.layers)
     step = max(256, (args.context - args.horizon) // 4 // 256 * 256)
     starts = range(2 * step if args.context > 4 * step else step, args.context - args.horizon + 1, step)
